@@ -1,0 +1,1 @@
+"""A fully-sharded data-parallel runtime for PyTorch."""

@@ -1,0 +1,1 @@
+"""Run a distributed PyTorch program on simulated ranks and check every ordering."""

@@ -1,0 +1,1 @@
+"""Hypothesis strategies, one subject a file."""
