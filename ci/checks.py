@@ -19,7 +19,7 @@ def checks(pytest_arguments: list[str]) -> dict[str, list[str]]:
         "format": ["ruff", "format", "--check", "."],
         "lint": ["ruff", "check", "."],
         "types": ["mypy"],
-        "contracts": ["lint-imports"],
+        "contracts": ["lint-imports", "--no-logo"],
         "tests": [*pytest, *pytest_arguments],
     }
 
