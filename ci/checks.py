@@ -1,4 +1,4 @@
-"""Run every check of the project; a failing one does not keep the later ones from running."""
+"""Every check of the project; one that fails does not keep the later ones from running."""
 
 import os
 import subprocess

@@ -1,8 +1,9 @@
-"""Train a byte-level language model, sharded over all ranks: ``torchrun --nproc-per-node 2 train_lm.py``.
+"""Train a byte-level language model, sharded over all ranks.
 
-The text is Python's own documentation of its topics, so nothing is downloaded. One NCCL rank a GPU
-where there are GPUs, else gloo on the CPU. Weights start from one seed on every rank; each rank draws
-its own batches. The loss is printed in decimal and exactly, so that two runs can be compared bit for bit.
+Run it with ``torchrun --nproc-per-node 2 examples/train_lm.py``. The text is Python's own
+documentation of its topics, so nothing is downloaded. One NCCL rank a GPU where there are GPUs, else
+gloo on the CPU. Weights start from one seed on every rank; each rank draws its own batches. The loss is
+printed in decimal and exactly, so that two runs can be compared bit for bit.
 """
 
 import argparse
