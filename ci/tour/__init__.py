@@ -1,0 +1,1 @@
+"""What ci/demo shows: a sharded training run on simulated ranks, and two bugs caught."""

@@ -1,0 +1,60 @@
+"""Report: findings as people read them, with the code of both operations and the line that replays them."""
+
+import linecache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_sim.errors import Finding, OpSite
+from fsdp_sim.op import Source
+
+if TYPE_CHECKING:
+    from fsdp_sim.verbs import Report
+
+
+def shorten(file: str) -> str:
+    """Return a path as seen from here, or from the folder of installed packages."""
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return file.rpartition("/site-packages/")[2]
+
+
+def source_line(source: Source) -> str:
+    """Return ``file:line  code``; without the code where the file cannot be read."""
+    code = linecache.getline(source.file, source.line).strip()
+    return f"{shorten(source.file)}:{source.line}" + (f"  {code}" if code else "")
+
+
+def site_lines(site: OpSite) -> list[str]:
+    """Return one operation in two lines: what ran where, and the code that issued it."""
+    label = f"  [{site.annotation}]" if site.annotation else ""
+    lines = [f"op {site.index}  {site.name}  on {site.stream} of rank {site.rank}{label}"]
+    if site.source is not None:
+        lines.append(f"    {source_line(site.source)}")
+    return lines
+
+
+def finding_text(finding: Finding) -> str:
+    """Return a finding in lines: the invariant, both operations, what would have ordered them."""
+    lines = [f"{finding.kind}: {finding.message}"]
+    lines += [f"  {line}" for site in finding.ops for line in site_lines(site)]
+    lines += [f"  {line}" for line in finding.detail]
+    if finding.count > 1:
+        ranks = ", ".join(map(str, finding.ranks))
+        lines.append(f"  {finding.count} times, on ranks {ranks}")
+    return "\n".join(lines)
+
+
+def report_text(report: "Report", *, replay: str) -> str:
+    """Return all findings and notices of a run, and the command that replays it.
+
+    Args:
+        report: of ``simulate``, ``explore`` or ``replay``.
+        replay: how to replay the run, as the user would type it.
+    """
+    parts = [finding_text(finding) for finding in (*report.findings, *report.notices)]
+    if report.findings:
+        parts.append(f"replay with: {replay}")
+    else:
+        parts.append(f"clean: {report.schedule} has no findings")
+    return "\n\n".join(parts)
