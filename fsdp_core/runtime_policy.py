@@ -1,0 +1,40 @@
+"""RuntimePolicy: the switches of a whole context, fixed at its construction."""
+
+from dataclasses import dataclass, fields
+
+from fsdp_core.errors import ConfigTypeError
+
+
+@dataclass(frozen=True)
+class RuntimePolicy:
+    """How a context uses its streams.
+
+    Attributes:
+        use_symmetric_memory: take the staging buffers of collectives from the symmetric-memory
+            pool. Needs CUDA, PyTorch 2.12 and equal shards. Never run by this project's tests.
+        overlap_allgather_reduction: all-gathers and reductions have a stream each. False: one
+            stream for both, which frees a unit's weights before its reduction buffer is taken
+            (a peak of 3 full buffers instead of 4), and overlaps less.
+        overlap_outer_communication: the outer-axis reduction of the last microbatch has a stream
+            of its own (hybrid sharding).
+        caller_managed_grad_sync: the caller, not the end of backward, orders the current stream
+            after the reductions, with `FsdpContext.finish_grad_sync`. Weights are still cleaned
+            up automatically.
+    """
+
+    use_symmetric_memory: bool = False
+    overlap_allgather_reduction: bool = True
+    overlap_outer_communication: bool = False
+    caller_managed_grad_sync: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the types: a string or a number here is a mistake, not a truth value.
+
+        Raises:
+            ConfigTypeError: a field is not a bool.
+        """
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                msg = f"RuntimePolicy.{field.name} must be a bool, got {value!r}"
+                raise ConfigTypeError(msg)
