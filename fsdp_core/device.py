@@ -1,0 +1,246 @@
+"""Streams, events, memory, annotations: the only file that touches an accelerator module.
+
+Everything here is what both `torch.cuda` and the `torch.cpu` stub have. The names are looked up
+when they are called, never at import: whoever replaces them at run time is served. The stub's
+events are None, so no state may be read from whether an event is set.
+
+Each verb is called by its name at the place that needs the order, one call per line: a missing
+one is then a missing line.
+"""
+
+import os
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.torch_version import TorchVersion
+
+from fsdp_core.errors import ConfigError, StateError
+from fsdp_core.torch_private import empty_symmetric, profiler_is_enabled
+
+# A stream and an event are whatever the accelerator's module says they are.
+Stream = Any
+Event = Any
+
+# References that one `Kept` holds at most. Two let one outer reduction run beside the next inner
+# one; more would only raise the peak.
+KEPT_MAX = 2
+
+SYMMETRIC_MEMORY_VERSION_MIN = "2.12"
+ANNOTATION_PREFIX = "fsdp_core::"
+_CPU = torch.device("cpu")
+_NOBODY_LISTENS = nullcontext()
+# Nsight Systems injects its NVTX library through this variable before the process starts.
+_NVTX_LISTENS = "NVTX_INJECTION64_PATH" in os.environ
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A tensor and the event after which another stream may read it.
+
+    Attributes:
+        tensor: what was written.
+        event: recorded on the writing stream behind the write; None where events are stubs.
+    """
+
+    tensor: Tensor
+    event: Event
+
+
+def default_device(device_type: str | None = None) -> torch.device:
+    """Return this process' device of a type; without a type: CUDA, or CPU where there is none."""
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cpu":
+        return _CPU
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def new_stream(device: torch.device) -> Stream:
+    """Create a side stream on `device`.
+
+    Ordering:
+        Ordered with no other stream.
+    """
+    module = torch.get_device_module(device)
+    if device.type == "cpu":
+        return module.Stream()
+    return module.Stream(device=device)
+
+
+def current_stream(device: torch.device) -> Stream:
+    """Return the stream that ops on `device` are launched on now."""
+    return torch.get_device_module(device).current_stream(device)
+
+
+def on_stream(stream: Stream) -> AbstractContextManager[Any]:
+    """Launch and allocate on `stream` inside the scope.
+
+    Ordering:
+        Adds no order between streams: the scope's work is behind the earlier work of `stream`
+        alone.
+    """
+    device = getattr(stream, "device", _CPU)
+    scope: AbstractContextManager[Any] = torch.get_device_module(device).stream(stream)
+    return scope
+
+
+def wait_stream(waiter: Stream, awaited: Stream) -> None:
+    """Put everything later on `waiter` behind everything so far on `awaited`.
+
+    Ordering:
+        The host does not wait.
+    """
+    waiter.wait_stream(awaited)
+
+
+def record_event(stream: Stream) -> Event:
+    """Mark the present end of `stream`.
+
+    Returns:
+        The event; None where events are stubs.
+    """
+    return stream.record_event()
+
+
+def wait_event(stream: Stream, event: Event) -> None:
+    """Put everything later on `stream` behind `event`, and behind nothing queued after it.
+
+    Ordering:
+        The host does not wait. A None event (a stub's) orders nothing.
+    """
+    if event is not None:
+        stream.wait_event(event)
+
+
+def wait_ready(stream: Stream, ready: Ready) -> Tensor:
+    """Put everything later on `stream` behind the write of a tensor, and return the tensor."""
+    if ready.event is not None:
+        stream.wait_event(ready.event)
+    return ready.tensor
+
+
+@dataclass(slots=True)
+class Kept:
+    """References that the pool of one stream must not get back yet, oldest first.
+
+    Attributes:
+        stream: the stream on which the tensors were allocated, so to which they are freed.
+        held: each tensor with the event behind its last use on another stream.
+    """
+
+    stream: Stream
+    held: deque[Ready] = field(default_factory=deque)
+
+
+def keep_alive(tensor: Tensor, *, until: Event, kept: Kept) -> None:
+    """Hold a reference until the stream that the tensor was allocated on is behind `until`.
+
+    Why: a tensor whose last reference goes is reusable at once by later work of its own stream,
+    even if another stream still reads it.
+
+    Ordering:
+        At most `KEPT_MAX` tensors are held: before one more, `kept.stream` waits for the oldest
+        one's event, behind which its memory may be reused.
+    """
+    while len(kept.held) >= KEPT_MAX:
+        _let_oldest_go(kept)
+    kept.held.append(Ready(tensor, until))
+
+
+def let_go(kept: Kept) -> None:
+    """Drop every reference, with `kept.stream` ordered behind the last use of each."""
+    while kept.held:
+        _let_oldest_go(kept)
+
+
+def _let_oldest_go(kept: Kept) -> None:
+    wait_event(kept.stream, kept.held[0].event)
+    kept.held.popleft()
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate an uninitialised flat tensor from the current stream's pool.
+
+    Why outside inference mode: a tensor born there could never be written by training.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a flat tensor that the device's symmetric-memory collectives can use.
+
+    Raises:
+        ConfigError: not a CUDA device, or PyTorch is too old.
+        StateError: inside inference mode.
+    """
+    check_symmetric_memory(device)
+    if torch.is_inference_mode_enabled():
+        msg = "symmetric memory must be allocated outside torch.inference_mode; leave it first"
+        raise StateError(msg)
+    return empty_symmetric(numel, dtype, device)
+
+
+def check_symmetric_memory(device: torch.device, *, equal_shards: bool = True) -> None:
+    """Refuse symmetric memory where it cannot work.
+
+    Raises:
+        ConfigError: not a CUDA device, PyTorch below 2.12, or unequal shards.
+    """
+    if device.type != "cuda":
+        msg = f"use_symmetric_memory needs a CUDA device, got {device}; leave it False"
+        raise ConfigError(msg)
+    if TorchVersion(torch.__version__) < SYMMETRIC_MEMORY_VERSION_MIN:
+        msg = f"use_symmetric_memory needs PyTorch 2.12, got {torch.__version__}; leave it False"
+        raise ConfigError(msg)
+    if not equal_shards:
+        msg = "use_symmetric_memory needs equal shards, got unequal ones; leave it False"
+        raise ConfigError(msg)
+
+
+def release(tensor: Tensor) -> None:
+    """Give a tensor's memory back to its pool; the storage object and its views survive.
+
+    Ordering:
+        Requires that the current stream is the one the memory was allocated on, and that it is
+        ordered behind every reader.
+    """
+    tensor.untyped_storage().resize_(0)
+
+
+def reallocate(tensor: Tensor) -> None:
+    """Take memory from the current stream's pool for a released tensor; contents are undefined.
+
+    Why the views survive: they share the storage object, whatever address it has now.
+    """
+    storage = tensor.untyped_storage()
+    assert tensor.storage_offset() == 0
+    storage.resize_(tensor.numel() * tensor.element_size())
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Whether the memory behind a non-empty tensor was given back."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def annotate(name: str) -> AbstractContextManager[Any]:
+    """Open a range `fsdp_core::<name>` for whoever listens: a profiler, NVTX or a simulator.
+
+    Why the name is passed whole: callers build it once, so that a range nobody sees costs one
+    test of a flag.
+    """
+    if profiler_is_enabled():
+        return record_function(ANNOTATION_PREFIX + name)
+    if _NVTX_LISTENS:
+        return _nvtx_range(ANNOTATION_PREFIX + name)
+    return _NOBODY_LISTENS
+
+
+def _nvtx_range(name: str) -> AbstractContextManager[Any]:
+    scope: AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
+    return scope

@@ -1,0 +1,92 @@
+"""Every private PyTorch name that fsdp_core uses, and which versions have it.
+
+Checked with torch 2.11 and 2.13. A name that one of them lacks is bridged here, so that no other
+file asks for a version.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import profiler
+from torch.distributed.tensor import DTensor
+
+# torch 2.12 renamed the two single-tensor collectives; the old names warn since then.
+_HAS_SINGLE_NAMES = hasattr(dist, "all_gather_single")
+
+
+def all_gather_single(output: Tensor, shard: Tensor, process_group: dist.ProcessGroup) -> None:
+    """Gather equal shards into one tensor on the current stream.
+
+    Shapes:
+        output: [W * S]; shard: [S], which may be this rank's slice of the output.
+    """
+    if _HAS_SINGLE_NAMES:
+        dist.all_gather_single(output, shard, group=process_group)
+    else:
+        dist.all_gather_into_tensor(output, shard, group=process_group)
+
+
+def reduce_scatter_single(output: Tensor, full: Tensor, process_group: dist.ProcessGroup) -> None:
+    """Sum over ranks and keep this rank's shard, on the current stream.
+
+    Shapes:
+        output: [S], which may be this rank's slice of `full`; full: [W * S].
+    """
+    if _HAS_SINGLE_NAMES:
+        dist.reduce_scatter_single(output, full, group=process_group)
+    else:
+        dist.reduce_scatter_tensor(output, full, group=process_group)
+
+
+@contextmanager
+def preserve_version(tensor: Tensor) -> Iterator[None]:
+    """Hide writes to `tensor` and its views from autograd's in-place check.
+
+    Refilling a storage with the bytes it had is no change of value, but autograd would see one
+    and fail the backward of whatever saved a view of it.
+    """
+    version = tensor._version
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(numel, dtype=dtype, device=device)
+
+
+def profiler_is_enabled() -> bool:
+    """Whether a profiler listens to `record_function` ranges."""
+    return profiler._is_profiler_enabled
+
+
+def in_graph_task() -> bool:
+    """Whether this thread is inside a backward pass of the autograd engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` when the outermost backward pass that is running has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def local_tensor(dtensor: DTensor) -> Tensor:
+    """Return the very tensor that a DTensor wraps; `to_local` returns a view of it."""
+    return dtensor._local_tensor
+
+
+def is_assigning_load(local_metadata: dict[str, Any]) -> bool:
+    """Whether `load_state_dict` was called with `assign=True`.
+
+    Args:
+        local_metadata: what PyTorch hands to a load-state-dict pre-hook.
+    """
+    return bool(local_metadata.get("assign_to_params_buffers", False))
