@@ -1,0 +1,585 @@
+"""DBuffer: a flat buffer spread over a mesh; changes of its placements become collectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_core import device as accelerator
+from fsdp_core.errors import ConfigError, UnsupportedError
+from fsdp_core.layout import GlobalLayout, Range, intersect_ranges, row_numel
+from fsdp_core.layout_builder import build_row_atomic_layout
+from fsdp_core.placement import (
+    Step,
+    Transition,
+    check_placements,
+    is_sharded,
+    plan_redistribution,
+    specialize,
+)
+from fsdp_core.torch_private import all_gather_single, preserve_version, reduce_scatter_single
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxes:
+    """What collectives need of a mesh, looked up once.
+
+    Attributes:
+        mesh: the mesh.
+        sizes: of its axes, outermost first.
+        coordinate: this rank's place on each axis.
+        process_groups: one for each axis.
+        device: this rank's device.
+    """
+
+    mesh: DeviceMesh
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    process_groups: tuple[dist.ProcessGroup, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "MeshAxes":
+        """Look a mesh up.
+
+        Raises:
+            ConfigError: this rank is not part of the mesh, or its ranks do not rise on an axis.
+        """
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            msg = f"this rank must be part of the mesh, got {mesh}; shard on its own ranks only"
+            raise ConfigError(msg)
+        process_groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+        if [dist.get_rank(each) for each in process_groups] != list(coordinate):
+            msg = f"ranks must rise along each axis of the mesh, got {mesh}; use init_device_mesh"
+            raise ConfigError(msg)
+        return cls(
+            mesh=mesh,
+            sizes=tuple(mesh.shape),
+            coordinate=tuple(coordinate),
+            process_groups=process_groups,
+            device=accelerator.default_device(mesh.device_type),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The box of a tensor that one rank holds, as checkpoints describe it.
+
+    Attributes:
+        offsets: of the first element, one for each dim.
+        sizes: one for each dim; the first is 0 where the rank holds nothing.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One `Step`, with what each rank of its axis holds when the data is spread over the axis.
+
+    Attributes:
+        step: the change.
+        held: this rank's range after the step.
+        pieces: the range of each rank of the axis; their union is this rank's range on the side
+            where the axis is not sharded.
+    """
+
+    step: Step
+    held: Range
+    pieces: tuple[Range, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all pieces have one size, so that one collective does it."""
+        return all(piece.numel == self.pieces[0].numel for piece in self.pieces)
+
+
+class DBuffer:
+    """A flat buffer of tensors, of which each rank of a mesh holds one range.
+
+    The data is `flat`, this rank's range of the layout. Collectives are issued on the current
+    stream and end there: the host does not wait for them (gloo's does, having no streams).
+    Writing into a buffer never moves autograd's version counters: refilling is not a change.
+
+    Attributes:
+        flat: this rank's elements [numel of `held`].
+        axes: the mesh with its groups.
+        placements: one for each mesh axis, outermost first.
+        layout: where tensors and shards lie.
+        held: this rank's range of the layout.
+    """
+
+    def __init__(
+        self,
+        flat: Tensor,
+        axes: MeshAxes,
+        placements: tuple[Placement, ...],
+        layout: GlobalLayout,
+    ) -> None:
+        self.flat = flat
+        self.axes = axes
+        self.placements = placements
+        self.layout = layout
+        self.held = layout.get_rank_range(axes.sizes, placements, axes.coordinate)
+        assert flat.shape == (self.held.numel,)
+        self._views: dict[int, Tensor] = {}
+        self._stages: dict[tuple[Placement, ...], tuple[_Stage, ...]] = {}
+
+    # -- construction ------------------------------------------------------------------------
+
+    @classmethod
+    def empty(
+        cls,
+        mesh: DeviceMesh | MeshAxes,
+        placements: Sequence[Placement],
+        layout: GlobalLayout,
+        dtype: torch.dtype,
+        *,
+        symmetric: bool = False,
+    ) -> "DBuffer":
+        """Allocate an uninitialised buffer on the mesh's device, from the current stream's pool.
+
+        Args:
+            mesh: the mesh, or another buffer's `axes`, which saves looking it up again.
+            placements: one for each mesh axis; a plain `Shard(0)` means `RowAtomic`.
+            layout: for as many shards as the mesh has ranks.
+            dtype: of the elements.
+            symmetric: allocate from the symmetric-memory pool.
+
+        Raises:
+            ConfigError: see `check_placements`; placements or layout do not fit the mesh.
+        """
+        axes, placements = _check_spread(mesh, placements)
+        held = layout.get_rank_range(axes.sizes, placements, axes.coordinate)
+        if symmetric:
+            accelerator.check_symmetric_memory(
+                axes.device, equal_shards=layout.has_equal_shard_sizes
+            )
+            flat = accelerator.allocate_symmetric(held.numel, dtype, axes.device)
+        else:
+            flat = accelerator.allocate(held.numel, dtype, axes.device)
+        return cls(flat, axes, placements, layout)
+
+    @classmethod
+    def from_local(
+        cls,
+        local: Tensor,
+        mesh: DeviceMesh | MeshAxes,
+        placements: Sequence[Placement],
+        layout: GlobalLayout,
+    ) -> "DBuffer":
+        """Wrap this rank's elements without copying.
+
+        Raises:
+            ConfigError: `local` is not flat, contiguous and as long as this rank's range.
+        """
+        axes, placements = _check_spread(mesh, placements)
+        held = layout.get_rank_range(axes.sizes, placements, axes.coordinate)
+        if local.shape != (held.numel,) or not local.is_contiguous():
+            msg = (
+                f"local must be contiguous and of shape ({held.numel},), got shape "
+                f"{tuple(local.shape)} with strides {local.stride()}"
+            )
+            raise ConfigError(msg)
+        return cls(local.detach(), axes, placements, layout)
+
+    @classmethod
+    def distribute_tensors(
+        cls,
+        tensors: Sequence[Tensor],
+        mesh: DeviceMesh | MeshAxes,
+        placements: Sequence[Placement],
+        layout: GlobalLayout | None = None,
+    ) -> "DBuffer":
+        """Copy this rank's part of each tensor into a new buffer, without communication.
+
+        A tensor on the meta device contributes its shape; its elements stay uninitialised.
+
+        Args:
+            tensors: whole tensors, the same on every rank, on any device.
+            mesh: as in `empty`.
+            placements: as in `empty`.
+            layout: None packs by rows.
+
+        Raises:
+            ConfigError: no tensor, several dtypes, or a layout of other shapes.
+        """
+        if not tensors:
+            msg = "a buffer needs at least one tensor, got none"
+            raise ConfigError(msg)
+        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
+        if len(dtypes) > 1:
+            msg = (
+                f"the tensors of one buffer must have one dtype, got {dtypes}; use one buffer each"
+            )
+            raise ConfigError(msg)
+        axes = mesh if isinstance(mesh, MeshAxes) else MeshAxes.of(mesh)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        if layout is None:
+            layout = build_row_atomic_layout(shapes, axes.mesh.size())
+        if layout.tensor_shapes != shapes:
+            msg = f"the layout must be built for shapes {shapes}, got {layout.tensor_shapes}"
+            raise ConfigError(msg)
+        buffer = cls.empty(axes, placements, layout, dtypes[0])
+        for index, tensor in enumerate(tensors):
+            buffer.copy_from(index, tensor)
+        return buffer
+
+    # -- tensors in the buffer ---------------------------------------------------------------
+
+    def get_tensor_view(self, index: int) -> Tensor:
+        """Return this rank's rows of a tensor, sharing the buffer's storage.
+
+        The view stays valid when the storage is released and reallocated.
+
+        Shapes:
+            result: [rows held, *trailing dims]; a tensor of which this rank holds nothing gives
+            a fresh empty one, [0, *trailing dims].
+
+        Raises:
+            UnsupportedError: this rank's range does not hold whole rows of the tensor.
+        """
+        view = self._views.get(index)
+        if view is None:
+            view = self._views[index] = self._make_tensor_view(index)
+        return view
+
+    def _make_tensor_view(self, index: int) -> Tensor:
+        shape = self.layout.tensor_shapes[index]
+        part = intersect_ranges(self.layout.get_tensor_range(index), self.held)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if part.numel == 0:
+                shape = (0, *shape[1:]) if shape else shape
+                return torch.empty(shape, dtype=self.flat.dtype, device=self.flat.device)
+            self._row_offset(index, part)
+            rows = part.numel // row_numel(shape)
+            return _part(self.flat, self.held, part).view(rows, *shape[1:])
+
+    def _row_offset(self, index: int, part: Range) -> int:
+        """Return the first row of a tensor's part, which must be whole rows."""
+        row = row_numel(self.layout.tensor_shapes[index])
+        start = part.start - self.layout.get_tensor_range(index).start
+        if start % row or part.numel % row:
+            msg = (
+                f"a view of tensor {index} needs whole rows of {row} elements, got elements "
+                f"{start} to {start + part.numel}; build the layout by rows"
+            )
+            raise UnsupportedError(msg)
+        return start // row
+
+    def get_tensor_chunk(self, index: int) -> Chunk:
+        """Return which box of a tensor this rank holds.
+
+        Why: DTensor's own arithmetic assumes even shards and would describe other rows than those
+        really held.
+        """
+        shape = self.layout.tensor_shapes[index]
+        tensor_range = self.layout.get_tensor_range(index)
+        part = intersect_ranges(tensor_range, self.held)
+        if part.numel == 0:
+            return Chunk(_empty_offsets(tensor_range, part, shape), (0, *shape[1:]))
+        first = self._row_offset(index, part)
+        rows = part.numel // row_numel(shape)
+        return Chunk((first,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """Return this rank's rows of a tensor as a DTensor of its global shape.
+
+        The internal kinds of Shard become plain `Shard(0)`, so that nothing private leaks.
+        """
+        local = self.get_tensor_view(index)
+        shape = torch.Size(self.layout.tensor_shapes[index])
+        return DTensor.from_local(
+            local,
+            self.axes.mesh,
+            [Shard(0) if is_sharded(each) else each for each in self.placements],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+    def copy_from(self, index: int, tensor: Tensor) -> None:
+        """Copy this rank's part of a whole tensor into the buffer, on the current stream.
+
+        Shapes:
+            tensor: the global shape of tensor `index`; on the meta device nothing is copied.
+
+        Raises:
+            ConfigError: another shape.
+        """
+        shape = self.layout.tensor_shapes[index]
+        if tuple(tensor.shape) != shape:
+            msg = f"tensor {index} of the buffer has shape {shape}, got {tuple(tensor.shape)}"
+            raise ConfigError(msg)
+        tensor_range = self.layout.get_tensor_range(index)
+        part = intersect_ranges(tensor_range, self.held)
+        if tensor.is_meta or part.numel == 0:
+            return
+        source = tensor.detach().contiguous().view(-1)
+        source = source.narrow(0, part.start - tensor_range.start, part.numel)
+        with preserve_version(self.flat), torch.no_grad():
+            _part(self.flat, self.held, part).copy_(source)
+
+    # -- the same elements, elsewhere --------------------------------------------------------
+
+    def view(self, placements: Sequence[Placement]) -> "DBuffer":
+        """Return the part of this buffer that other placements keep, sharing storage.
+
+        Also relabels: a range that is the same under other placements keeps its elements, and
+        the caller says what they mean now.
+
+        Raises:
+            ConfigError: the other range is not inside this rank's.
+        """
+        placements = specialize(placements)
+        if placements == self.placements:
+            return self
+        axes, placements = _check_spread(self.axes, placements)
+        held = self.layout.get_rank_range(axes.sizes, placements, axes.coordinate)
+        if not self.held.contains(held):
+            msg = (
+                f"a view must lie inside this rank's range {self.held}, got {held} for "
+                f"{placements}; redistribute instead"
+            )
+            raise ConfigError(msg)
+        flat = _part(self.flat, self.held, held)
+        return DBuffer(flat, axes, placements, self.layout)
+
+    def cast(self, dtype: torch.dtype, out: "DBuffer | None" = None) -> "DBuffer":
+        """Convert the elements on the current stream; without need and without `out`, self.
+
+        Raises:
+            ConfigError: `out` differs in mesh, placements, layout, dtype or device.
+        """
+        if out is None:
+            if dtype == self.flat.dtype:
+                return self
+            out = DBuffer.empty(self.axes, self.placements, self.layout, dtype)
+        else:
+            self._check_out(out, self.placements, dtype)
+        with preserve_version(out.flat), torch.no_grad():
+            out.flat.copy_(self.flat)
+        return out
+
+    def redistribute(
+        self, placements: Sequence[Placement], out: "DBuffer | None" = None
+    ) -> "DBuffer":
+        """Change placements, by collectives on the current stream where they are needed.
+
+        Each changed axis is one collective: all-gather (shard to replicate), reduce-scatter
+        (partial to shard) or all-reduce (partial to replicate); see `plan_redistribution` for
+        their order. Unequal pieces take one broadcast or reduce for each piece that is not empty.
+        An average is a sum, divided on each rank by the axis' size after each reduction: the one
+        rule that gives the same bits on every backend, exact where the size is a power of two.
+
+        Args:
+            placements: of the result.
+            out: where to put it; may be a `view` of this buffer, or this one of it. Its version
+                counters are preserved.
+
+        Ordering:
+            Requires that the current stream is behind the writes of this buffer and behind all
+            uses of `out`. The result is complete on the current stream.
+
+        Returns:
+            `out`, or a new buffer; without `out` and without communication one that shares this
+            buffer's storage (itself, if nothing changes). A reduction of unequal pieces leaves
+            this buffer's elements undefined; otherwise they stay.
+
+        Raises:
+            UnsupportedError: no collective makes this change.
+            ConfigError: `out` differs in mesh, placements, layout, dtype or device.
+        """
+        placements = specialize(placements)
+        if out is not None:
+            self._check_out(out, placements, self.flat.dtype)
+        stages = self._stages.get(placements)
+        if stages is None:
+            stages = self._stages[placements] = self._plan(placements)
+        if out is None:
+            if not any(stage.step.transition in _COLLECTIVES for stage in stages):
+                return self.view(placements)
+            out = DBuffer.empty(self.axes, placements, self.layout, self.flat.dtype)
+        with preserve_version(out.flat), torch.no_grad():
+            _run(stages, self, out)
+        return out
+
+    def _plan(self, placements: tuple[Placement, ...]) -> tuple[_Stage, ...]:
+        check_placements(placements)
+        before = self.placements
+        stages = []
+        for step in plan_redistribution(before, placements):
+            sharded_side = before if step.transition is Transition.ALL_GATHER else step.placements
+            stages.append(
+                _Stage(
+                    step=step,
+                    held=self._range_at(step.placements),
+                    pieces=tuple(
+                        self._range_at(sharded_side, axis=step.axis, rank=rank)
+                        for rank in range(self.axes.sizes[step.axis])
+                    ),
+                )
+            )
+            before = step.placements
+        return tuple(stages)
+
+    def _range_at(
+        self, placements: Sequence[Placement], *, axis: int = 0, rank: int | None = None
+    ) -> Range:
+        """Return the range under other placements, of this rank or a peer on one axis."""
+        coordinate = list(self.axes.coordinate)
+        if rank is not None:
+            coordinate[axis] = rank
+        return self.layout.get_rank_range(self.axes.sizes, placements, coordinate)
+
+    def _check_out(
+        self, out: "DBuffer", placements: tuple[Placement, ...], dtype: torch.dtype
+    ) -> None:
+        """Refuse an `out` that is not what the result would be."""
+        if out.placements != placements:
+            problem = f"placements {placements}, got {out.placements}"
+        elif out.flat.dtype != dtype:
+            problem = f"dtype {dtype}, got {out.flat.dtype}"
+        elif out.flat.device != self.flat.device:
+            problem = f"device {self.flat.device}, got {out.flat.device}"
+        elif out.layout is not self.layout and out.layout != self.layout:
+            problem = "the layout of this buffer, got another one"
+        elif out.axes is not self.axes and out.axes.mesh != self.axes.mesh:
+            problem = f"the mesh {self.axes.mesh}, got {out.axes.mesh}"
+        else:
+            return
+        msg = f"out must have {problem}"
+        raise ConfigError(msg)
+
+    # -- storage -----------------------------------------------------------------------------
+
+    def release_storage(self) -> None:
+        """Give the memory back to its pool; views stay valid and empty.
+
+        Ordering:
+            Requires that the current stream is the one the memory was allocated on, and behind
+            every reader.
+        """
+        accelerator.release(self.flat)
+
+    def reallocate_storage(self) -> None:
+        """Take memory from the current stream's pool again; contents are undefined."""
+        accelerator.reallocate(self.flat)
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the memory was given back."""
+        return accelerator.is_released(self.flat)
+
+
+def _check_spread(
+    mesh: DeviceMesh | MeshAxes, placements: Sequence[Placement]
+) -> tuple[MeshAxes, tuple[Placement, ...]]:
+    """Check that placements fit a mesh; return both in their usable forms."""
+    axes = mesh if isinstance(mesh, MeshAxes) else MeshAxes.of(mesh)
+    placements = specialize(placements)
+    check_placements(placements)
+    if len(placements) != len(axes.sizes):
+        msg = f"the mesh has {len(axes.sizes)} axes, got {len(placements)} placements"
+        raise ConfigError(msg)
+    return axes, placements
+
+
+def _empty_offsets(tensor_range: Range, part: Range, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return where a rank's empty part of a tensor lies: behind the rows of earlier ranks."""
+    rows_before = (part.start - tensor_range.start) // max(1, row_numel(shape))
+    return (min(rows_before, shape[0]),) + (0,) * (len(shape) - 1)
+
+
+def _run(stages: Sequence[_Stage], source: DBuffer, out: DBuffer) -> None:
+    """Move the elements of `source` through all stages into `out`.
+
+    While pieces shrink, the last shrinking stage writes into `out` and earlier ones into a
+    temporary that lives on the current stream alone. While they grow, each stage writes into the
+    part of `out` that it covers, so its input is already in place there.
+    """
+    data, held = source.flat, source.held
+    for stage in stages:
+        transition = stage.step.transition
+        if transition is Transition.SLICE:
+            data = _part(data, held, stage.held)
+        elif transition is not Transition.RELABEL:
+            if out.held.contains(stage.held):
+                target = _part(out.flat, out.held, stage.held)
+            else:
+                target = accelerator.allocate(stage.held.numel, data.dtype, data.device)
+            _COLLECTIVES[transition](stage, source.axes, data, held, target)
+            data = target
+        if stage.step.average:
+            _divide(data, source.axes.sizes[stage.step.axis])
+        held = stage.held
+    _copy(out.flat, data)
+
+
+def _all_gather(stage: _Stage, axes: MeshAxes, data: Tensor, held: Range, target: Tensor) -> None:
+    """Put all pieces of one axis into `target`; this rank's may be in place there already."""
+    axis = stage.step.axis
+    process_group = axes.process_groups[axis]
+    if stage.equal:
+        all_gather_single(target, data, process_group)
+        return
+    _copy(_part(target, stage.held, held), data)
+    for rank, piece in enumerate(stage.pieces):
+        if piece.numel:
+            segment = _part(target, stage.held, piece)
+            dist.broadcast(segment, group_src=rank, group=process_group)
+
+
+def _reduce_scatter(
+    stage: _Stage, axes: MeshAxes, data: Tensor, held: Range, target: Tensor
+) -> None:
+    """Sum over one axis and keep this rank's piece; unequal pieces are summed in place first."""
+    axis = stage.step.axis
+    process_group = axes.process_groups[axis]
+    if stage.equal:
+        reduce_scatter_single(target, data, process_group)
+        return
+    for rank, piece in enumerate(stage.pieces):
+        if piece.numel:
+            segment = _part(data, held, piece)
+            dist.reduce(segment, group_dst=rank, group=process_group)
+    _copy(target, _part(data, held, stage.held))
+
+
+def _all_reduce(stage: _Stage, axes: MeshAxes, data: Tensor, held: Range, target: Tensor) -> None:
+    """Sum over one axis into `target`, leaving `data` intact unless it is the same memory."""
+    assert held == stage.held
+    _copy(target, data)
+    dist.all_reduce(target, group=axes.process_groups[stage.step.axis])
+
+
+_COLLECTIVES = {
+    Transition.ALL_GATHER: _all_gather,
+    Transition.REDUCE_SCATTER: _reduce_scatter,
+    Transition.ALL_REDUCE: _all_reduce,
+}
+
+
+def _part(flat: Tensor, held: Range, part: Range) -> Tensor:
+    """Return the elements `part` of a tensor that holds the range `held`."""
+    if part == held:
+        return flat
+    return flat.narrow(0, part.start - held.start, part.numel)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy, unless both are the same memory already."""
+    if target.data_ptr() != source.data_ptr() or target.numel() != source.numel():
+        target.copy_(source)
+
+
+def _divide(data: Tensor, size: int) -> None:
+    if size > 1:
+        data.div_(size)
