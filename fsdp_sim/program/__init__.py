@@ -1,0 +1,84 @@
+"""Whole training programs as frozen, JSON-able data, and the code that runs them on any backend.
+
+    spec.py        what a program is made of: frozen records; note on paths and values
+    record.py      records whose repr leaves out defaults
+    schema.py      records to JSON and back, strictly
+    codec.py       programs to JSON and back, with their version
+    tree.py        walks over the module tree: paths, units, parameters
+    placements.py  what each named strategy keeps where
+    check.py       what a program must hold before it is built
+    exactness.py   whether its sums are exact, and the tolerance where they are not
+    features.py    which features a program has, for coverage
+    data.py        weights and inputs as formulas
+    model.py       the torch modules of a program
+    optimizer.py   its optimizer
+    passes.py      one pass over a model, sharded or not
+    results.py     what runs return
+    shard.py       its model sharded by fsdp_core
+    run.py         run it on this rank of a process group
+    shards.py      put the rows of all ranks together
+
+The first eight import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
+loaded when first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_sim.program.check import SpecError, check_program
+from fsdp_sim.program.codec import dump_program, load_program
+from fsdp_sim.program.schema import SchemaError
+from fsdp_sim.program.spec import (
+    CallsSpec,
+    ContextSpec,
+    LayerSpec,
+    ModuleSpec,
+    OptimizerSpec,
+    OwnerSpec,
+    PassSpec,
+    PrecisionSpec,
+    ProgramSpec,
+    RaiseSpec,
+    StepSpec,
+    TieSpec,
+    UnitSpec,
+)
+
+if TYPE_CHECKING:
+    from fsdp_sim.program.run import run_program
+    from fsdp_sim.program.shards import assemble
+
+__all__ = [
+    "CallsSpec",
+    "ContextSpec",
+    "LayerSpec",
+    "ModuleSpec",
+    "OptimizerSpec",
+    "OwnerSpec",
+    "PassSpec",
+    "PrecisionSpec",
+    "ProgramSpec",
+    "RaiseSpec",
+    "SchemaError",
+    "SpecError",
+    "StepSpec",
+    "TieSpec",
+    "UnitSpec",
+    "assemble",
+    "check_program",
+    "dump_program",
+    "load_program",
+    "run_program",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch when it is first asked for."""
+    if name == "run_program":
+        from fsdp_sim.program.run import run_program
+
+        return run_program
+    if name == "assemble":
+        from fsdp_sim.program.shards import assemble
+
+        return assemble
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""One pass of a program over a model: forwards, losses, backwards; sharded or not, it is the same."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_sim.program.data import input_batch, loss_weights
+from fsdp_sim.program.model import Node, unwrap
+from fsdp_sim.program.results import Losses
+from fsdp_sim.program.spec import PassSpec, ProgramSpec, StepSpec
+from fsdp_sim.program.tree import walk
+
+
+def run_pass(
+    program: ProgramSpec, model: Node, place: tuple[int, int], device: torch.device
+) -> Losses:
+    """Run the pass at ``place`` (step, pass) as the model's plan says; gradients are accumulated.
+
+    Nothing is read on the host, so the order of the device's work rests on the program's own waits.
+
+    Returns:
+        The losses of the forwards, still on the device.
+
+    Raises:
+        PlannedError: the pass says so.
+    """
+    one = program.steps[place[0]].passes[place[1]]
+    model.plan.current = one
+    try:
+        with _grad_mode(one):
+            losses = [_loss(program, model, (*place, n), device) for n in range(one.forwards)]
+        if one.kind == "train":
+            _backward(one, losses)
+    finally:
+        model.plan.current = None
+    return tuple(loss.detach() for loss in losses)
+
+
+def last_training_pass(step: StepSpec) -> int | None:
+    """Return the position of the step's last microbatch; None where it has none."""
+    training = [number for number, one in enumerate(step.passes) if one.kind == "train"]
+    return training[-1] if training else None
+
+
+def set_frozen(model: nn.Module, step: StepSpec) -> None:
+    """Freeze and unfreeze the layers that the step names."""
+    for paths, requires_grad in ((step.freeze, False), (step.unfreeze, True)):
+        for path in paths:
+            for parameter in model.get_submodule(path).parameters(recurse=False):
+                parameter.requires_grad_(requires_grad)
+
+
+def _loss(
+    program: ProgramSpec, model: Node, place: tuple[int, int, int], device: torch.device
+) -> Tensor:
+    """Return the loss of one forward: each output element times half of itself plus a weight."""
+    one = program.steps[place[0]].passes[place[1]]
+    shape, where = (program.batch, program.width), (*place, model.plan.rank)
+    x = input_batch(shape, where, device)
+    if one.kind == "train" and (one.input_grad or _needs_input_grad(program)):
+        x.requires_grad_()
+    y = unwrap(model(x))
+    return (y * (0.5 * y + loss_weights(shape, where, device))).sum()
+
+
+def _backward(one: PassSpec, losses: list[Tensor]) -> None:
+    """Call backward as often as the pass says, on those losses that something trainable reached."""
+    live = [loss for loss in losses if loss.requires_grad]
+    if one.backward == "joint":
+        live = [sum(live[1:], live[0])] if live else []
+    for loss in reversed(live) if one.backward == "each_reversed" else live:
+        loss.backward()
+
+
+def _grad_mode(one: PassSpec) -> AbstractContextManager[object]:
+    if one.kind == "no_grad":
+        return torch.no_grad()
+    return torch.inference_mode() if one.kind == "inference" else nullcontext()
+
+
+def _needs_input_grad(program: ProgramSpec) -> bool:
+    """Return whether a reentrant checkpoint needs an input that requires a gradient to have one."""
+    return any(module.checkpoint == "reentrant" for _, module in walk(program.model))

@@ -1,0 +1,60 @@
+"""What runs of a program return: one rank's rows, and the full tensors put together from them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Losses = tuple[Tensor, ...]
+Tensors = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What one rank holds after a step.
+
+    Attributes:
+        losses: of each pass, of each of its forwards; a pass that raised has none.
+        gradients: this rank's rows by parameter name, before ``zero_grad``; None where there is none.
+        parameters: this rank's rows by parameter name, after the optimizer.
+        stats: the context's counters so far.
+    """
+
+    losses: tuple[Losses, ...]
+    gradients: Tensors
+    parameters: Tensors
+    stats: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A whole run on one rank."""
+
+    rank: int
+    steps: tuple[StepRun, ...]
+
+
+@dataclass(frozen=True)
+class FullStep:
+    """A step of a program as one process would see it.
+
+    Attributes:
+        losses: per rank, per pass, per forward.
+        gradients: full gradients by parameter name; None where there is none.
+        parameters: full parameters by name, after the optimizer.
+    """
+
+    losses: tuple[tuple[tuple[float, ...], ...], ...]
+    gradients: Tensors
+    parameters: Tensors
+
+
+@dataclass(frozen=True)
+class FullRun:
+    """A whole run of a program, unsharded or put together from all ranks."""
+
+    steps: tuple[FullStep, ...]
+
+
+def floats(losses: tuple[Losses, ...]) -> tuple[tuple[float, ...], ...]:
+    """Return losses as numbers; the host waits for the device here."""
+    return tuple(tuple(float(loss) for loss in one) for one in losses)
