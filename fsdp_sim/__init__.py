@@ -1,1 +1,51 @@
-"""Run a distributed PyTorch program on simulated ranks and check every ordering."""
+"""Run any torch.distributed program on simulated ranks in one process, and check every ordering.
+
+Names are loaded on first use: importing the package imports neither torch nor hypothesis.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_sim.errors import Finding as Finding
+    from fsdp_sim.simulation import Report as Report
+    from fsdp_sim.verbs import replay as replay
+    from fsdp_sim.verbs import simulate as simulate
+
+_HOME = {
+    "simulate": "fsdp_sim.verbs",
+    "replay": "fsdp_sim.verbs",
+    "Report": "fsdp_sim.simulation",
+    "Finding": "fsdp_sim.errors",
+    "SimulationError": "fsdp_sim.errors",
+    "FindingError": "fsdp_sim.errors",
+    "RunError": "fsdp_sim.errors",
+    "ConfigError": "fsdp_sim.errors",
+    "Race": "fsdp_sim.errors",
+    "UseAfterFree": "fsdp_sim.errors",
+    "CollectiveMismatch": "fsdp_sim.errors",
+    "Deadlock": "fsdp_sim.errors",
+    "NotAtRest": "fsdp_sim.errors",
+    "ParityError": "fsdp_sim.errors",
+    "CaptureUnsafe": "fsdp_sim.errors",
+    "Leak": "fsdp_sim.errors",
+    "UnusedPrefetch": "fsdp_sim.errors",
+    "PossibleDeadlock": "fsdp_sim.errors",
+    "StepLimit": "fsdp_sim.errors",
+    "CannotRunAhead": "fsdp_sim.errors",
+    "Nondeterminism": "fsdp_sim.errors",
+    "Diverged": "fsdp_sim.errors",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fsdp_sim' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,6 @@
 """What the simulator raises and reports: findings, run errors, and the signal that unwinds a rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_sim.op import Source
@@ -49,8 +49,12 @@ class Finding:
         return issubclass(FINDING_KINDS[self.kind], Notice)
 
     def __str__(self) -> str:
+        """Return the kind and what ``describe`` says."""
+        return f"{self.kind}: {self.describe()}"
+
+    def describe(self) -> str:
         """Return the invariant, both operations and the details, one per line."""
-        lines = [f"{self.kind}: {self.message}"]
+        lines = [self.message]
         lines += [f"  {op}" for op in self.ops]
         lines += [f"  {line}" for line in self.detail]
         if self.count > 1:
@@ -60,17 +64,6 @@ class Finding:
 
 class ConfigError(ValueError):
     """A caller of the simulator asked for something that cannot be: nothing has been run."""
-
-
-@dataclass
-class _Facts:
-    """What every raised object of a run carries."""
-
-    finding: Finding | None = None
-    schedule: str | None = None
-    trace: Any = None
-    report: Any = None
-    notes: list[str] = field(default_factory=list)
 
 
 class SimulationError(Exception):

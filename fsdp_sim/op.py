@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """The host waits for all work now on a stream (all streams when it is negative)."""
     HOST_WAIT_EVENT = "host_wait_event"
     """The host waits for an event's snapshot."""
+    STREAM = "stream"
+    """A stream is used for the first time; ``name`` is its role, ``source`` where it was made."""
     RANGE_PUSH = "range_push"
     """A range that names what the runtime is doing opens."""
     RANGE_POP = "range_pop"

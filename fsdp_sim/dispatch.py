@@ -1,0 +1,290 @@
+"""Dispatch: every ATen and c10d call of a rank becomes an op with its reads and writes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_sim import patches, process_group
+from fsdp_sim.machine import Machine
+from fsdp_sim.memory import StorageRecord
+from fsdp_sim.op import Access, Kind
+from fsdp_sim.tensors import access_of
+
+HOST_READS = frozenset(
+    (
+        "_local_scalar_dense",
+        "equal",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "_unique",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "unique_dim_consecutive",
+        "repeat_interleave",
+        "bincount",
+    )
+)
+"""Operators whose result's size or value the host must see: CUDA's host waits for the stream."""
+
+VIEWS = frozenset(
+    (
+        "_unsafe_view",
+        "unsafe_split",
+        "unsafe_split_with_sizes",
+        "unsafe_chunk",
+        "set_",
+        "lift_fresh",
+        "detach",
+        "alias",
+        "_reshape_alias",
+    )
+)
+"""Operators that move no bytes although their schema does not say that they return a view."""
+
+HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    "native_batch_norm": ("running_mean", "running_var"),
+    "_native_batch_norm_legit": ("running_mean", "running_var"),
+    "mkldnn_rnn_layer_backward": ("workspace",),
+    "all_gather_copy_in": ("all_gather_output",),
+}
+"""Arguments that an operator writes although its schema does not say so (found by the self-audit)."""
+
+Handler = Callable[["RankMode", "Operator", Any, Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """What is known of an operator from its schema.
+
+    Attributes:
+        name: the name in ops, with the overload unless it is the default.
+        writes: for each positional argument, whether it is written.
+        writes_by_name: the same for arguments given by keyword.
+        handle: what the mode does with a call.
+    """
+
+    name: str
+    writes: tuple[bool, ...]
+    writes_by_name: dict[str, bool]
+    handle: Handler
+
+
+class RankMode(TorchDispatchMode):
+    """The dispatch mode of one rank's thread.
+
+    ``ignore_compile_internals``: without it Dynamo silently falls back to eager under the mode.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine = machine
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled regions may run under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer one call."""
+        if types and patches.is_python_subclass(types):
+            if any(kind.__name__ == "FakeTensor" for kind in types):
+                return func(*args, **(kwargs or {}))
+            return NotImplemented
+        operator = _OPERATORS.get(func)
+        if operator is None:
+            operator = _OPERATORS[func] = classify(func)
+        return operator.handle(self, operator, func, args, kwargs or {})
+
+
+_OPERATORS: dict[Any, Operator] = {}
+
+
+def classify(func: Any) -> Operator:
+    """Return what is known of an operator."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return Operator(func.name(), (), {}, _run_higher_order)
+    schema = func._schema
+    name = func._opname
+    hidden = HIDDEN_WRITES.get(name, ())
+    writes = {
+        arg.name: (arg.alias_info is not None and arg.alias_info.is_write) or arg.name in hidden
+        for arg in schema.arguments
+    }
+    full_name = name if func._overloadname in ("default", "") else f"{name}.{func._overloadname}"
+    handle = _handler_of(func, name, any(writes.values()))
+    return Operator(full_name, tuple(writes.values()), writes, handle)
+
+
+def _handler_of(func: Any, name: str, has_writes: bool) -> Handler:
+    namespace = func.namespace
+    if namespace == "c10d":
+        return _run_collective
+    if namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
+        return _run_untouched if name.startswith(("wait_tensor", "_wrap")) else _run_functional
+    if namespace == "profiler":
+        return _run_untouched
+    if name == "lift_fresh":
+        return _run_lift
+    if name in HOST_READS:
+        return _run_host_read
+    returns_alias = any(result.alias_info is not None for result in func._schema.returns)
+    if name in VIEWS or (returns_alias and not has_writes):
+        return _run_untouched
+    return _run_op
+
+
+# ---------------------------------------------------------------------- handlers
+
+
+def _run_untouched(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _run_lift(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.tensor(data)``: a host tensor until a device op writes it."""
+    out = func(*args, **kwargs)
+    mode.machine.memory.born(out, is_host=True)
+    return out
+
+
+def _run_higher_order(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    kernel = patches.higher_order_kernel(func)
+    with mode:
+        return kernel(*args, **kwargs)
+
+
+def _run_collective(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    return process_group.dispatch_collective(mode.machine, func, args, kwargs)
+
+
+def _run_functional(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a functional collective's own kernel with the mode on, so that its c10d calls are seen."""
+    machine = mode.machine
+    machine.functional_depth += 1
+    try:
+        with mode:
+            return patches.run_composite(func, args, kwargs)
+    finally:
+        machine.functional_depth -= 1
+
+
+def _run_host_read(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator that the host waits for."""
+    machine = mode.machine
+    accesses, records = _read_arguments(machine, operator, args, kwargs)
+    if all(record.is_host for record in records):
+        return func(*args, **kwargs)
+    host_read(machine, operator.name, tuple(accesses))
+    return func(*args, **kwargs)
+
+
+def host_read(machine: Machine, name: str, accesses: tuple[Access, ...]) -> None:
+    """The host reads device bytes: an op on the current stream, then a wait for that stream."""
+    stream = machine.current_stream_id()
+    machine.host_wait(dict(machine.clocks.of(stream)), f"{name} reads a value")
+    machine.emit(Kind.ATEN, name, stream, accesses)
+    machine.emit(Kind.HOST_WAIT_STREAM, name, -1, other=stream)
+
+
+def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator that reads and writes on the current stream."""
+    machine = mode.machine
+    accesses, records = _read_arguments(machine, operator, args, kwargs)
+    if records and all(record.is_host for record in records):
+        return _run_on_host(machine, func, args, kwargs)
+    out = func(*args, **kwargs)
+    stream = machine.current_stream_id()
+    memory = machine.memory
+    for tensor in _tensors(out):
+        record = memory.born(tensor)
+        if not any(record is known for known in records):
+            records.append(record)
+            accesses.append(access_of(tensor, record.ordinal, True))
+    machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses))
+    return out
+
+
+def _run_on_host(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
+    """All inputs are made from Python data: so is the result, and no stream takes part."""
+    out = func(*args, **kwargs)
+    for tensor in _tensors(out):
+        machine.memory.born(tensor, is_host=True)
+    return out
+
+
+def _read_arguments(
+    machine: Machine, operator: Operator, args: Any, kwargs: Any
+) -> tuple[list[Access], list[StorageRecord]]:
+    """Return the accesses to the arguments, after waiting for values that are still to come."""
+    accesses: list[Access] = []
+    records: list[StorageRecord] = []
+    for value, write in zip(args, operator.writes, strict=False):
+        if value.__class__ is Tensor or isinstance(value, (Tensor, list, tuple)):
+            _note(machine, operator, value, write, accesses, records)
+    for name, value in kwargs.items():
+        if isinstance(value, (Tensor, list, tuple)):
+            _note(machine, operator, value, operator.writes_by_name[name], accesses, records)
+    return accesses, records
+
+
+def _note(
+    machine: Machine,
+    operator: Operator,
+    value: Any,
+    write: bool,
+    accesses: list[Access],
+    records: list[StorageRecord],
+) -> None:
+    if not isinstance(value, Tensor):
+        for item in value:
+            if isinstance(item, Tensor):
+                _note(machine, operator, item, write, accesses, records)
+        return
+    if patches.device_of(value).type != "cpu" or value.layout is not torch.strided:
+        return
+    record = machine.memory.record_of(value)
+    access = access_of(value, record.ordinal, write)
+    if record.pending:
+        await_values(machine, record, access, operator.name)
+    records.append(record)
+    if not record.is_host:
+        accesses.append(access)
+
+
+def await_values(machine: Machine, record: StorageRecord, access: Access, name: str) -> None:
+    """Park until pending collectives that this access is ordered after have moved their bytes.
+
+    An access that is not ordered after them is a race, which the checkers report; it does not park.
+    """
+    clock = machine.clocks.of(machine.current_stream_id())
+    needs = []
+    for part, lo, hi, writes in record.pending:
+        conflicts = (access.write or writes) and lo < access.hi and access.lo < hi
+        still_needed = writes or not part.is_ready
+        if conflicts and still_needed and clock.get(part.stream, 0) >= part.tick:
+            needs.append(part)
+    if needs:
+        machine.park_for(tuple(needs), f"{name} needs values", is_host_wait=False)
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        if patches.device_of(out).type == "cpu" and out.layout is torch.strided:
+            yield out
+    elif isinstance(out, (tuple, list)):
+        for item in out:
+            yield from _tensors(item)

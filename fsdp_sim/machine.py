@@ -1,0 +1,204 @@
+"""Machine: the simulated device of one rank - its streams, clocks, memory and the ops it did."""
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+from fsdp_sim.analysis import Analysis
+from fsdp_sim.clock import Clocks
+from fsdp_sim.errors import FINDING_KINDS, Finding
+from fsdp_sim.memory import Memory
+from fsdp_sim.op import Access, Call, Kind, Op, Source
+from fsdp_sim.task import RankLocal
+from fsdp_sim.world import Rank, Wait
+
+if TYPE_CHECKING:
+    from fsdp_sim.process_group import Meeting, Pending
+    from fsdp_sim.streams import Stream
+
+ANNOTATION_PREFIXES = ("fsdp_core::", "FSDP::")
+"""Ranges whose name starts so label ops and take part in matching; users extend the list."""
+
+FATAL_KINDS = frozenset(("CollectiveMismatch", "Deadlock"))
+"""Findings after which the program cannot be run any further."""
+
+LOCAL = RankLocal()
+
+
+def current() -> "Machine | None":
+    """Return the machine of the rank that runs on this thread, or None outside a world."""
+    return LOCAL.rank  # type: ignore[return-value]
+
+
+class Machine:
+    """What one rank's program does to its device becomes ops here.
+
+    Attributes:
+        rank: the host program.
+        clocks: happens-before of this rank.
+        memory: its storages.
+        pending: parts of collectives that have been issued and are not complete.
+        ranges: open record_function ranges, outermost first.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        analysis: Analysis,
+        meetings: "dict[Any, Meeting]",
+        sink: Callable[[Op], None] | None,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.analysis = analysis
+        self.meetings = meetings
+        self.sink = sink
+        self.poison = poison
+        self.clocks: Clocks = analysis.clocks[rank.index]
+        self.memory = Memory(self)
+        self.pending: list[Pending] = []
+        self.ranges: list[str] = []
+        self.is_open = True
+        self.functional_depth = 0
+        self.sequences: dict[Any, int] = {}
+        self.group_streams: dict[str, Stream] = {}
+        self.group_ranks: dict[str, tuple[int, ...]] = {}
+        self.coalescing: list[Pending] | None = None
+        self.works: list[Any] = []
+        self.last_work: Any = None
+        self.premultiplier: Any = None
+        self.cpp_works: list[Any] = []
+        self._stream_count = 0
+        self._event_count = 0
+        self._op_count = 0
+        self.default_stream: Stream
+        self.stream: Stream
+
+    # ------------------------------------------------------------------ ids
+
+    def current_stream_id(self) -> int:
+        """Return the id of the current stream, in order of first use."""
+        return self.stream_id(self.stream)
+
+    def stream_id(self, stream: "Stream") -> int:
+        """Return a stream's id; the first use of a stream is an op of its own."""
+        if stream.ordinal < 0:
+            stream.ordinal = self._stream_count
+            self._stream_count += 1
+            self.emit(Kind.STREAM, stream.role, stream.ordinal, source=stream.source)
+        return stream.ordinal
+
+    def new_event_id(self) -> int:
+        """Return the next event id."""
+        self._event_count += 1
+        return self._event_count - 1
+
+    # ------------------------------------------------------------------ ops
+
+    def emit(
+        self,
+        kind: Kind,
+        name: str,
+        stream: int,
+        accesses: tuple[Access, ...] = (),
+        *,
+        other: int = -1,
+        nbytes: int = 0,
+        call: Call | None = None,
+        source: Source | None = None,
+    ) -> Op | None:
+        """Do one op: the clocks advance, the checkers see it, the trace keeps it."""
+        if not self.is_open:
+            return None
+        op = Op(
+            self.rank.index,
+            self._op_count,
+            kind,
+            name,
+            stream,
+            accesses,
+            other,
+            nbytes,
+            self.annotation(),
+            source if source is not None else caller(),
+            call,
+        )
+        self._op_count += 1
+        if self.sink is not None:
+            self.sink(op)
+        for finding in self.analysis.feed(op):
+            if finding.kind in FATAL_KINDS:
+                self.fail(finding)
+        return op
+
+    def fail(self, finding: Finding) -> None:
+        """End the run with a finding: the program cannot go on from here."""
+        self.rank.world.stop(FINDING_KINDS[finding.kind](finding.describe(), finding=finding))
+
+    def annotation(self) -> str | None:
+        """Return the innermost open range of a runtime, which labels what is issued inside it."""
+        for name in reversed(self.ranges):
+            if name.startswith(ANNOTATION_PREFIXES):
+                return name
+        return None
+
+    # ------------------------------------------------------------------ waiting
+
+    def needed(self, clock: dict[int, int]) -> "tuple[Pending, ...]":
+        """Return the incomplete parts of collectives that ``clock`` covers."""
+        return tuple(part for part in self.pending if clock.get(part.stream, 0) >= part.tick)
+
+    def host_wait(self, clock: dict[int, int], reason: str) -> None:
+        """The host stops until the device work in ``clock`` is done, as CUDA's would."""
+        self.rank.reach("host_wait")
+        self.park_for(self.needed(clock), reason, is_host_wait=True)
+
+    def park_for(self, needs: "tuple[Pending, ...]", reason: str, *, is_host_wait: bool) -> None:
+        """Let other ranks run until all of ``needs`` are complete."""
+        while True:
+            waiting = tuple(part for part in needs if not part.is_done)
+            if not waiting:
+                return
+            for part in waiting:
+                part.waiters.append(self.rank)
+            self.rank.park(Wait(reason, is_host_wait, waiting))
+
+    def close(self) -> None:
+        """The program has returned: what dies later depends on the collector and is no op."""
+        self.is_open = False
+
+
+_PLUMBING = ("/fsdp_sim/", "/torch/", "/contextlib.py", "/functools.py", "/typing_extensions.py")
+_SUBJECTS = (
+    "/torch/distributed/fsdp/",
+    "/torch/distributed/_composable/",
+    "/torch/distributed/pipelining/",
+    "/torch/distributed/algorithms/",
+    "/torch/distributed/checkpoint/",
+    "/torch/distributed/tensor/parallel/",
+    "/torch/nn/parallel/",
+    "/fsdp_sim/program/",
+)
+"""Parts of the above whose lines are of interest themselves: they order work."""
+
+_IS_PLUMBING: dict[CodeType, bool] = {}
+
+
+def _is_plumbing(file: str) -> bool:
+    return any(part in file for part in _PLUMBING) and not any(part in file for part in _SUBJECTS)
+
+
+def caller() -> Source | None:
+    """Return the innermost source line that is neither the simulator's nor PyTorch's plumbing."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        plumbing = _IS_PLUMBING.get(code)
+        if plumbing is None:
+            plumbing = _IS_PLUMBING[code] = _is_plumbing(code.co_filename)
+        if not plumbing:
+            return Source(code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None

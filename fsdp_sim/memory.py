@@ -1,0 +1,113 @@
+"""Memory: which storages a rank has; their births and deaths become ALLOC and FREE ops."""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_sim.op import Kind
+
+if TYPE_CHECKING:
+    from fsdp_sim.process_group import Pending
+    from fsdp_sim.machine import Machine
+
+
+class StorageRecord:
+    """One storage of one rank, held weakly: the simulator never keeps memory alive.
+
+    Attributes:
+        ordinal: the id in ops; a storage that is resized gets a new one, since it is new memory.
+        stream: the stream whose pool the memory came from.
+        is_host: made from Python data alone, so its reads and writes are on no stream.
+        is_allocated: there is an ALLOC op without its FREE.
+        pending: parts of collectives that still read or write it.
+    """
+
+    __slots__ = ("__weakref__", "is_allocated", "is_host", "key", "ordinal", "pending", "ref", "stream")
+
+    def __init__(self, key: int, ordinal: int, stream: int) -> None:
+        self.key = key
+        self.ordinal = ordinal
+        self.stream = stream
+        self.is_host = False
+        self.is_allocated = False
+        self.pending: list[tuple[Pending, int, int, bool]] = []
+        self.ref: Any = None
+
+
+class Memory:
+    """The storages of one rank."""
+
+    def __init__(self, machine: "Machine") -> None:
+        self._machine = weakref.proxy(machine)
+        self.records: dict[int, StorageRecord] = {}
+        self._next = 0
+
+    def _new_ordinal(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def record_of(self, tensor: torch.Tensor) -> StorageRecord:
+        """Return the record of a tensor's storage; an unknown one was made outside any op we saw."""
+        storage = tensor.untyped_storage()
+        record = self.records.get(storage._cdata)
+        return record if record is not None else self._track(storage)
+
+    def born(self, tensor: torch.Tensor, *, is_host: bool = False) -> StorageRecord:
+        """Return the record of an op's output; a new storage was allocated on the current stream."""
+        storage = tensor.untyped_storage()
+        record = self.records.get(storage._cdata)
+        if record is None:
+            record = self._track(storage)
+            record.is_host = is_host
+            if not is_host:
+                self._alloc(record, storage.nbytes())
+        return record
+
+    def _track(self, storage: torch.UntypedStorage) -> StorageRecord:
+        key = storage._cdata
+        record = StorageRecord(key, self._new_ordinal(), self._machine.current_stream_id())
+        record.ref = weakref.ref(storage, _death(weakref.ref(self), key))
+        self.records[key] = record
+        return record
+
+    def _alloc(self, record: StorageRecord, nbytes: int) -> None:
+        if nbytes == 0:
+            return
+        record.is_allocated = True
+        record.stream = self._machine.current_stream_id()
+        self._machine.emit(Kind.ALLOC, "alloc", record.stream, other=record.ordinal, nbytes=nbytes)
+
+    def _free(self, record: StorageRecord) -> None:
+        if record.is_allocated:
+            record.is_allocated = False
+            self._machine.emit(Kind.FREE, "free", record.stream, other=record.ordinal)
+
+    def resized(self, storage: torch.UntypedStorage, nbytes_before: int) -> None:
+        """A storage was resized in place: to zero is a free, from zero an allocation."""
+        nbytes = storage.nbytes()
+        record = self.records.get(storage._cdata)
+        if record is None:
+            record = self._track(storage)
+        elif nbytes == nbytes_before:
+            return
+        self._free(record)
+        record.ordinal = self._new_ordinal()
+        if not record.is_host:
+            self._alloc(record, nbytes)
+
+    def died(self, key: int) -> None:
+        """The last reference to a storage is gone."""
+        record = self.records.pop(key, None)
+        if record is not None:
+            self._free(record)
+
+
+def _death(memory: "weakref.ref[Memory]", key: int) -> Callable[[Any], None]:
+    def died(_: Any) -> None:
+        alive = memory()
+        if alive is not None:
+            alive.died(key)
+
+    return died

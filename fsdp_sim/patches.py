@@ -1,0 +1,270 @@
+"""Patches: every replacement of a PyTorch name - where, why, which versions; undone on exit.
+
+The only file of the simulator with private names.
+"""
+
+import gc
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+# Imported before the first world: their first import inside a rank leaves a garbage cycle that pins the
+# rank's frames (torch._dynamo), or binds that rank's group as a default argument (nn.functional).
+import torch._dynamo  # isort: skip
+import torch.distributed.nn.functional  # isort: skip
+import torch.utils._python_dispatch as python_dispatch
+from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup, ReduceOp
+
+BACKEND = "sim"
+MISSING = object()
+
+
+class Patches:
+    """Replacements in force, undone in reverse order."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace ``owner.name`` if this version of PyTorch has it."""
+        if not hasattr(owner, name):
+            return
+        own = owner.__dict__.get(name, MISSING)
+        setattr(owner, name, value)
+        if own is MISSING:
+            self._undo.append(lambda: delattr(owner, name))
+        else:
+            self._undo.append(lambda: setattr(owner, name, own))
+
+    def on_exit(self, undo: Callable[[], None]) -> None:
+        """Call ``undo`` when the replacements are undone."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+
+# ---------------------------------------------------------------------- per-process state (isolation)
+
+get_rng_state = torch.default_generator.get_state
+set_rng_state = torch.default_generator.set_state
+get_default_dtype = torch.get_default_dtype
+set_default_dtype = torch.set_default_dtype
+
+_DISPATCH_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+def get_dispatch_flags() -> tuple[Any, ...]:
+    """Return the process-wide flags that say a dispatch mode is active (torch 2.11 to 2.14)."""
+    return tuple(getattr(python_dispatch, name, MISSING) for name in _DISPATCH_FLAGS)
+
+
+def set_dispatch_flags(values: tuple[Any, ...]) -> None:
+    """Put the flags back: interleaved exits of modes would leave them set."""
+    for name, value in zip(_DISPATCH_FLAGS, values, strict=True):
+        if value is not MISSING:
+            setattr(python_dispatch, name, value)
+
+
+def get_environ() -> Any:
+    """Return the dictionary behind ``os.environ``."""
+    return os.environ._data  # type: ignore[attr-defined]
+
+
+def set_environ(data: Any) -> None:
+    """Put another dictionary behind ``os.environ``; C's ``getenv`` still sees one process."""
+    os.environ._data = data  # type: ignore[attr-defined]
+
+
+def copy_environ() -> Any:
+    """Return a copy of the dictionary behind ``os.environ``, for one rank."""
+    return dict(get_environ())
+
+
+def get_c10d_world() -> Any:
+    """Return the process groups known to ``torch.distributed``."""
+    return c10d._world
+
+
+def set_c10d_world(world: Any) -> None:
+    """Replace the process groups known to ``torch.distributed``."""
+    c10d._world = world
+
+
+def warnings_filters_changed() -> None:
+    """Tell the warnings module that its filters were replaced."""
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+class RankC10dWorld(c10d._World):
+    """The process groups of one rank; the base class keeps them in module globals."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = 0
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+        self.group_count = 0
+
+
+# ---------------------------------------------------------------------- process groups
+
+
+def _make_group(options: Any, backend_options: Any) -> Any:
+    return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+
+
+def register_backend() -> None:
+    """Register backend "sim": a plain ProcessGroup whose every call the rank's mode answers."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+def unbox_group(boxed: Any) -> Any:
+    """Return the ProcessGroup of a dispatched argument."""
+    return ProcessGroup.unbox(boxed)
+
+
+def reduce_op_name(boxed: Any) -> str:
+    """Return the name of a dispatched reduce op."""
+    return str(ReduceOp.RedOpType(boxed.op()).name)
+
+
+def is_registered_group(group: Any) -> bool:
+    """Whether the group was made through ``torch.distributed`` by this rank of this world."""
+    return group in c10d._world.pg_map
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a group in group order."""
+    by_global = c10d._world.pg_group_ranks[group]
+    return tuple(sorted(by_global, key=lambda rank: by_global[rank]))
+
+
+def start_default_group(rank: int, world_size: int, store: Any) -> None:
+    """Give a rank its default process group."""
+    dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=store)
+
+
+def drop_groups() -> None:
+    """Forget the groups of a rank that has ended, in C++ too."""
+    torch._C._distributed_c10d._unregister_all_process_groups()
+
+
+def premultiplier_of(options: Any) -> Any:
+    """Return the factor of a premultiplied sum, which the dispatched op no longer shows."""
+    reduce_op = getattr(options, "reduceOp", None)
+    if reduce_op is not None and reduce_op.op == ReduceOp.RedOpType.PREMUL_SUM:
+        return reduce_op.factor
+    return None
+
+
+METHODS_WITH_REDUCE_OP = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
+
+
+# ---------------------------------------------------------------------- installation
+
+
+def current_autograd_node() -> Any:
+    """Return the backward node that runs on this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` on the caller's stream when the backward that runs now has finished."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_python_subclass(types: tuple[type, ...]) -> bool:
+    """Whether a dispatched call has a tensor subclass with a meaning of its own among its types."""
+    return any(kind not in PLAIN_TENSORS for kind in types)
+
+
+PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+
+
+@contextmanager
+def process_wide() -> Iterator[Patches]:
+    """Hold the process-wide switches of a world, and undo every replacement at its end."""
+    patches = Patches()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    patches.on_exit(lambda: torch._C._distributed_c10d._set_thread_isolation_mode(False))
+    if gc.isenabled():
+        gc.collect()
+        gc.disable()
+        patches.on_exit(gc.enable)
+    patches.replace(sys, "excepthook", sys.excepthook)  # init_process_group wraps it for each rank
+    patches.replace(torch.autograd.profiler, "_is_profiler_enabled", True)
+    patches.replace(FakeProcessGroup, "supports_coalescing", property(lambda _: True))
+    for name, value in zip(_DISPATCH_FLAGS, get_dispatch_flags(), strict=True):
+        if value is not MISSING:
+            patches.replace(python_dispatch, name, value)
+    try:
+        yield patches
+    finally:
+        patches.undo()
+
+
+original_resize = torch.UntypedStorage.resize_
+device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+"""A tensor's real device, whatever ``Tensor.device`` has been replaced by."""
+
+
+def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator's own kernel (not through the dispatcher, which would leave out the mode).
+
+    Asking for a kernel that does not exist crashes the process, hence the test.
+    """
+    composite = torch._C.DispatchKey.CompositeExplicitAutograd
+    has = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd")
+    return func._op_dk(composite if has else torch._C.DispatchKey.CPU, *args, **kwargs)
+
+
+def higher_order_kernel(func: Any) -> Any:
+    """Return the plain kernel of a higher-order operator."""
+    keys = torch._C.DispatchKey
+    for key in (keys.CPU, keys.CompositeExplicitAutograd, keys.BackendSelect):
+        if key in func.py_kernels:
+            return func.py_kernels[key]
+    raise NotImplementedError(f"the simulator cannot run the higher-order operator {func.name()!r}")
+
+
+def seed_everything(seed: int) -> None:
+    """Start each random number generator from ``seed``; numpy's only if it is imported."""
+    torch.default_generator.set_state(torch.Generator().manual_seed(seed).get_state())
+    random.seed(seed)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.set_bit_generator(numpy_random.MT19937(seed))

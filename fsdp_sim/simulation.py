@@ -1,0 +1,245 @@
+"""Simulation: one world with its machines, patches and checkers, from start to report."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp_sim import machine as machines
+from fsdp_sim import patches, shims
+from fsdp_sim.analysis import Analysis
+from fsdp_sim.checkers import liveness
+from fsdp_sim.dispatch import RankMode
+from fsdp_sim.errors import (
+    FINDING_KINDS,
+    CannotRunAhead,
+    Finding,
+    SimulationError,
+)
+from fsdp_sim.isolation import HostState
+from fsdp_sim.machine import LOCAL, Machine
+from fsdp_sim.process_group import Meeting, Pending
+from fsdp_sim.schedule import Schedule
+from fsdp_sim.scheduler import Recorder, Scheduler
+from fsdp_sim.store import Key, WorldStore
+from fsdp_sim.streams import Stream
+from fsdp_sim.trace import Trace
+from fsdp_sim.world import Rank, RankState, World
+
+_RUNNING: list["Simulation"] = []
+
+
+@dataclass
+class Report:
+    """What a run gave.
+
+    Attributes:
+        results: what ``fn(rank, *args)`` returned, by rank.
+        findings: errors found, in order.
+        notices: what is legal but worth knowing.
+        schedule: the effective schedule, as ``replay`` takes it.
+        trace: ops (if kept) and digests.
+        decisions: how many decisions the run took.
+    """
+
+    results: list[Any]
+    schedule: str
+    trace: Trace
+    findings: tuple[Finding, ...] = ()
+    notices: tuple[Finding, ...] = ()
+    decisions: int = 0
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+
+@dataclass
+class Settings:
+    """How a run is to be made."""
+
+    world_size: int
+    scheduler: Scheduler
+    knobs: tuple[str, ...] = ()
+    checkers: Sequence[Any] = ()
+    step_limit: int = 10_000_000
+    trace: bool = False
+    poison: bool = False
+
+
+class Simulation:
+    """One run of a program on simulated ranks."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings) -> None:
+        self.fn = fn
+        self.args = args
+        self.settings = settings
+        self.recorder = Recorder(settings.scheduler)
+        self.analysis = Analysis(settings.checkers, settings.world_size)
+        self.trace = Trace(settings.world_size, keep_ops=settings.trace)
+        self.meetings: dict[Any, Meeting] = {}
+        self.machines: list[Machine] = []
+        self.store = WorldStore()
+        self.world = World(
+            settings.world_size,
+            self._body,
+            self.recorder,
+            host_state=HostState,
+            on_stuck=self._on_stuck,
+            step_limit=settings.step_limit,
+        )
+
+    @staticmethod
+    def is_running() -> bool:
+        """Whether a world runs in this process."""
+        return bool(_RUNNING)
+
+    @staticmethod
+    def is_real_group_initialised() -> bool:
+        """Whether this process belongs to a real process group."""
+        return torch.distributed.is_initialized()
+
+    def run(self) -> Report:
+        """Run the program to its end or to what stops it, and say what was found."""
+        patches.register_backend()
+        with ExitStack() as stack:
+            undo = stack.enter_context(patches.process_wide())
+            shims.install(undo)
+            _RUNNING.append(self)
+            stack.callback(_RUNNING.clear)
+            self._prepare_ranks()
+            self.world.run()
+        for finding in self.analysis.end():
+            assert finding.kind in FINDING_KINDS
+        return self._report()
+
+    # ------------------------------------------------------------------ one rank
+
+    def _prepare_ranks(self) -> None:
+        for rank in self.world.ranks:
+            machine = Machine(
+                rank,
+                self.analysis,
+                self.meetings,
+                self.trace.add,
+                poison=self.settings.poison,
+            )
+            self.machines.append(machine)
+            self._prepare_host_state(rank)
+
+    def _prepare_host_state(self, rank: Rank) -> None:
+        """Give the rank's host the state that its process would start with."""
+        outer = HostState()
+        outer.save()
+        patches.set_environ(patches.copy_environ())
+        os.environ.update(
+            RANK=str(rank.index),
+            LOCAL_RANK=str(rank.index),
+            WORLD_SIZE=str(self.settings.world_size),
+            LOCAL_WORLD_SIZE=str(self.settings.world_size),
+            GROUP_RANK="0",
+            MASTER_ADDR="localhost",
+            MASTER_PORT="0",
+        )
+        patches.set_c10d_world(patches.RankC10dWorld())
+        patches.seed_everything(rank.index)
+        rank.host_state.save()
+        outer.restore()
+
+    def _body(self, rank: Rank) -> Any:
+        machine = self.machines[rank.index]
+        LOCAL.rank = machine
+        machine.default_stream = machine.stream = Stream(role="default")
+        try:
+            with torch.autograd.set_multithreading_enabled(False), RankMode(machine):
+                patches.start_default_group(rank.index, self.settings.world_size, self.store)
+                try:
+                    return self.fn(rank.index, *self.args)
+                finally:
+                    machine.close()
+        finally:
+            machine.close()
+            LOCAL.rank = None
+            patches.drop_groups()
+
+    # ------------------------------------------------------------------ nobody can run
+
+    def _on_stuck(self, world: World) -> SimulationError:
+        operations, parts, stands = _liveness_graph(self.machines, world.ranks)
+        finding = liveness.judge(operations, parts, stands)
+        if finding is not None:
+            self.analysis.add(finding)
+            return FINDING_KINDS["Deadlock"](finding.describe(), finding=finding)
+        lines = "\n".join(f"  rank {stand.rank} {stand.describe}" for stand in stands)
+        return CannotRunAhead(
+            "only the simulator's need for values stops the program; hardware would go on, so the run "
+            f"is neither clean nor a finding:\n{lines}"
+        )
+
+    # ------------------------------------------------------------------ the report
+
+    def _report(self) -> Report:
+        world = self.world
+        schedule = self.recorder.schedule(self.settings.world_size, self.settings.knobs)
+        report = Report(
+            results=[rank.result for rank in world.ranks],
+            schedule=str(schedule),
+            trace=self.trace,
+            findings=tuple(f for f in self.analysis.findings if not f.is_notice),
+            notices=tuple(f for f in self.analysis.findings if f.is_notice),
+            decisions=world.step,
+            errors={rank.index: rank.error for rank in world.ranks if rank.error is not None},
+        )
+        self.trace.schedule = schedule
+        return report
+
+
+def _liveness_graph(
+    all_machines: Sequence[Machine], ranks: Sequence[Rank]
+) -> tuple[list[liveness.Operation], list[liveness.Part], list[liveness.Stand]]:
+    """Return what is issued and not complete, what it is queued behind, and where each host stands."""
+    pending = [part for machine in all_machines for part in machine.pending]
+    index_of: dict[Any, int] = {}
+    for part in pending:
+        index_of.setdefault(part.meeting, len(index_of))
+    operations = [liveness.Operation(m.describe(), m.missing()) for m in index_of]
+    for rank in ranks:
+        for need in rank.wait.needs if rank.wait is not None else ():
+            if isinstance(need, Key):
+                index_of[need] = len(operations)
+                others = tuple(other.index for other in ranks if other is not rank)
+                operations.append(liveness.Operation(need.describe(), (), others))
+    parts = [_part(part, index_of) for part in pending]
+    return operations, parts, [_stand(rank, index_of) for rank in ranks]
+
+
+def _part(part: Pending, index_of: dict[Any, int]) -> liveness.Part:
+    earlier = [
+        index_of[other.meeting]
+        for other in part.machine.pending
+        if other is not part and part.clock.get(other.stream, 0) >= other.tick
+    ]
+    return liveness.Part(index_of[part.meeting], part.machine.rank.index, tuple(earlier))
+
+
+def _stand(rank: Rank, index_of: dict[Any, int]) -> liveness.Stand:
+    if rank.state is RankState.ENDED:
+        how = f"ended with {rank.error!r}" if rank.error is not None else "has ended"
+        return liveness.Stand(rank.index, True, False, (), how)
+    wait = rank.wait
+    assert wait is not None
+    keys = [need if isinstance(need, Key) else need.meeting for need in wait.needs]
+    sites = "; ".join(_site(need) for need in wait.needs)
+    return liveness.Stand(
+        rank.index,
+        False,
+        wait.is_host_wait,
+        tuple(index_of[key] for key in keys),
+        f"waits ({wait.reason}) for {sites}",
+    )
+
+
+def _site(need: Any) -> str:
+    if isinstance(need, Key):
+        return need.describe()
+    return need.meeting.describe() + (f" issued at {need.source}" if need.source else "")

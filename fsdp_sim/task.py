@@ -1,0 +1,80 @@
+"""Task: one rank's host program.  The only file that holds a thread."""
+
+import threading
+from collections.abc import Callable
+
+HANDOVER_SECONDS_MAX = 300.0
+"""How long one rank may keep the baton before the world gives it up: a last resort, never a timeout
+that a deadlock waits for."""
+
+
+class Baton:
+    """The right to run, of one party.  Exactly one party of a world holds its own at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def give(self) -> None:
+        """Let the party that waits in ``take`` go on."""
+        self._lock.release()
+
+    def take(self, seconds_max: float = -1) -> bool:
+        """Wait until somebody gives; return False after ``seconds_max`` (never, when negative)."""
+        return self._lock.acquire(timeout=seconds_max)
+
+
+class Task:
+    """A thread that runs one rank's program at a time and is kept between worlds.
+
+    A new thread costs about 50 ms on its first training step (thread-local caches inside PyTorch), so
+    idle ones are used again, the one that served the same rank first.
+    """
+
+    def __init__(self) -> None:
+        self.baton = Baton()
+        self._job = Baton()
+        self._body: Callable[[], None] | None = None
+        self._thread = threading.Thread(target=self._loop, daemon=True, name="fsdp_sim rank")
+        self._thread.start()
+
+    def start(self, body: Callable[[], None]) -> None:
+        """Run ``body`` on the thread once it is given the baton; ``body`` hands it on at its end."""
+        self._body = body
+        self._job.give()
+
+    def _loop(self) -> None:
+        while True:
+            self._job.take()
+            self.baton.take()
+            body, self._body = self._body, None
+            assert body is not None
+            body()
+            del body
+
+
+class TaskPool:
+    """Idle tasks, by the rank that they served."""
+
+    def __init__(self) -> None:
+        self._idle: list[Task] = []
+
+    def borrow(self, count: int) -> list[Task]:
+        """Return ``count`` tasks; the k-th has served rank k before, where there was one."""
+        while len(self._idle) < count:
+            self._idle.append(Task())
+        tasks, self._idle = self._idle[:count], self._idle[count:]
+        return tasks
+
+    def give_back(self, tasks: list[Task]) -> None:
+        """Keep tasks whose body has returned."""
+        self._idle = tasks + self._idle
+
+
+POOL = TaskPool()
+
+
+class RankLocal(threading.local):
+    """What belongs to the thread of a rank: the rank, or None on any other thread."""
+
+    rank: object | None = None

@@ -1,0 +1,204 @@
+"""Verbs: simulate, explore and replay a program on simulated ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from fsdp_sim import checkers as checkers_
+from fsdp_sim.errors import FINDING_KINDS, ConfigError, Diverged, Finding, SimulationError
+from fsdp_sim.schedule import RANKS_MAX, Schedule
+from fsdp_sim.scheduler import Misfit, Replay, Scheduler, make
+from fsdp_sim.simulation import Report, Settings, Simulation
+from fsdp_sim.world import STEP_LIMIT_DEFAULT
+
+
+def simulate(
+    fn: Callable[..., Any],
+    world_size: int = 4,
+    *,
+    args: tuple[Any, ...] = (),
+    seed: int = 0,
+    schedule: str | Schedule | None = None,
+    scheduler: str = "program_order",
+    checkers: Iterable[str] = tuple(checkers_.CHECKERS),
+    strict: bool = True,
+    step_limit: int = STEP_LIMIT_DEFAULT,
+    trace: bool = False,
+    poison: bool = False,
+) -> Report:
+    """Run ``fn(rank, *args)`` on ``world_size`` simulated ranks and check every ordering.
+
+    A rank starts with its default process group in place (backend "sim"), its own environment
+    variables, random numbers and current stream.  One run covers all timings of the devices for the path
+    taken; the scheduler chooses what they cannot: the order of the hosts, and the results of queries.
+
+    Args:
+        fn: one rank's program.
+        world_size: number of ranks, at least 1.
+        args: passed to ``fn`` behind the rank.
+        seed: of the schedulers "uniform" and "pct"; feeds nothing else.
+        schedule: deviations to follow where they fit ("v1;w4;17>2"); overrides ``scheduler``.
+        scheduler: "program_order", "uniform", "pct", "exhaustive" or "replay".
+        checkers: names of the checkers to run.
+        strict: raise the first error found; otherwise report all.
+        step_limit: scheduling decisions allowed.
+        trace: keep all ops, for pictures and files; digests are always there.
+        poison: fill outputs of collectives with NaN until they are complete.
+
+    Returns:
+        What each rank returned, the findings, the effective schedule and the trace.
+
+    Raises:
+        ConfigError: an argument is out of range or names something unknown; nothing has been run.
+        FindingError: ``strict`` and an error was found; carries ``.finding``, ``.schedule``, ``.trace``.
+        RunError: the run could not be finished (``StepLimit``, ``CannotRunAhead``, ...).
+        Exception: what a rank raised comes out as itself, with a note that says where the others stood.
+    """
+    _check_program(fn, world_size, step_limit)
+    plan = _plan(schedule, world_size)
+    chooser: Scheduler
+    if schedule is not None:
+        chooser = Replay(plan, strict=False)
+    else:
+        chooser = make(scheduler, seed=seed, schedule=plan)
+    settings = Settings(
+        world_size=world_size,
+        scheduler=chooser,
+        knobs=plan.knobs,
+        checkers=checkers_.make(checkers),
+        step_limit=step_limit,
+        trace=trace,
+        poison=poison,
+    )
+    simulation = Simulation(fn, args, settings)
+    report = simulation.run()
+    _raise_if_wrong(simulation, report, strict=strict)
+    return report
+
+
+def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> Report:
+    """Run ``fn`` again under a schedule line, demanding that every deviation fits.
+
+    Takes the options of ``simulate`` but ``world_size``, ``scheduler`` and ``seed``, which the line holds.
+
+    Raises:
+        Diverged: a deviation did not fit; the run went on in program order, and the error says whether
+            the program was then found wrong anyway.  A replay that does not fit never passes.
+        ConfigError: the line is malformed or of another version.
+    """
+    plan = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    strict = options.pop("strict", True)
+    options.setdefault("step_limit", STEP_LIMIT_DEFAULT)
+    _check_program(fn, plan.world_size, options["step_limit"])
+    chooser = Replay(plan, strict=True)
+    settings = Settings(
+        world_size=plan.world_size,
+        scheduler=chooser,
+        knobs=plan.knobs,
+        checkers=checkers_.make(options.pop("checkers", tuple(checkers_.CHECKERS))),
+        **{name: options.pop(name) for name in ("step_limit", "trace", "poison") if name in options},
+    )
+    args = options.pop("args", ())
+    if options:
+        raise ConfigError(f"replay takes the options of simulate, got {', '.join(sorted(options))}")
+    simulation = Simulation(fn, args, settings)
+    report = simulation.run()
+    chooser.end()
+    misfit = chooser.misfit
+    if misfit is not None:
+        _raise_diverged(simulation, report, misfit)
+    _raise_if_wrong(simulation, report, strict=strict)
+    return report
+
+
+# ---------------------------------------------------------------------- checks and outcomes
+
+
+def _check_program(fn: Any, world_size: Any, step_limit: Any) -> None:
+    if Simulation.is_running():
+        raise ConfigError("a world must not be started inside a world; call simulate from outside")
+    if not callable(fn):
+        raise ConfigError(f"fn must be callable as fn(rank, *args), got {fn!r}")
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        raise ConfigError(f"world_size must be an integer, got {world_size!r}")
+    if not 1 <= world_size <= RANKS_MAX:
+        raise ConfigError(f"world_size must be between 1 and {RANKS_MAX}, got {world_size}")
+    if not isinstance(step_limit, int) or step_limit < 1:
+        raise ConfigError(f"step_limit must be a positive integer, got {step_limit!r}")
+    if Simulation.is_real_group_initialised():
+        raise ConfigError(
+            "simulate must run where no real process group is initialised, got one; "
+            "call torch.distributed.destroy_process_group() first"
+        )
+
+
+def _plan(schedule: str | Schedule | None, world_size: int) -> Schedule:
+    if schedule is None:
+        return Schedule(world_size)
+    plan = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    if plan.world_size != world_size:
+        raise ConfigError(
+            f"the schedule's world size must be world_size={world_size}, got {plan.world_size}"
+        )
+    return plan
+
+
+def _raise_if_wrong(simulation: Simulation, report: Report, *, strict: bool) -> None:
+    """Raise what a rank raised, then what stopped the world, then the first error found."""
+    stop = simulation.world.stop_error
+    if report.errors:
+        _raise_rank_error(simulation, report)
+    if stop is not None and (strict or stop.finding is None):
+        raise _with_facts(stop, report)
+    if strict and report.findings:
+        finding = report.findings[0]
+        raise _with_facts(FINDING_KINDS[finding.kind](_message(finding, report), finding=finding), report)
+
+
+def _message(finding: Finding, report: Report) -> str:
+    more = len(report.findings) - 1
+    others = f"\n  and {more} more finding{'s' if more > 1 else ''}" if more else ""
+    return f"{finding.describe()}{others}\n  replay with: fsdp_sim.replay(fn, {report.schedule!r})"
+
+
+def _with_facts(error: SimulationError, report: Report) -> SimulationError:
+    error.schedule, error.trace, error.report = report.schedule, report.trace, report
+    return error
+
+
+def _raise_rank_error(simulation: Simulation, report: Report) -> NoReturn:
+    """Raise the first exception that a rank's program ended with, as itself."""
+    ranks = [simulation.world.ranks[index] for index in report.errors]
+    first = min(ranks, key=lambda rank: (rank.order_of_error or 0))
+    error = first.error
+    assert error is not None
+    others = [rank.index for rank in ranks if rank is not first]
+    error.add_note(f"raised on simulated rank {first.index}; schedule {report.schedule!r}")
+    if others:
+        error.add_note(f"ranks {others} raised too")
+    if report.findings:
+        error.add_note("\n".join(str(finding) for finding in report.findings))
+    for name, value in (
+        ("rank", first.index),
+        ("schedule", report.schedule),
+        ("trace", report.trace),
+        ("report", report),
+    ):
+        try:
+            setattr(error, name, value)
+        except AttributeError:
+            continue
+    raise error
+
+
+def _raise_diverged(simulation: Simulation, report: Report, misfit: Misfit) -> NoReturn:
+    stop = simulation.world.stop_error
+    wrong = [finding.kind for finding in report.findings]
+    wrong += [type(error).__name__ for error in report.errors.values()]
+    if stop is not None and stop.finding is None:
+        wrong.append(type(stop).__name__)
+    outcome = (
+        f"in program order from there the run ended in {', '.join(dict.fromkeys(wrong))}"
+        if wrong
+        else "in program order from there the run was clean, which proves nothing"
+    )
+    raise _with_facts(Diverged(f"{misfit}; {outcome}"), report)

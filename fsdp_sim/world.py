@@ -1,0 +1,252 @@
+"""World: ranks as host programs that pass one baton, and the run loop that decides who has it."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn, Protocol
+
+from fsdp_sim.errors import HandoverTimeout, SimulationError, StepLimit, Unwind
+from fsdp_sim.scheduler import Decision, Scheduler
+from fsdp_sim.task import HANDOVER_SECONDS_MAX, POOL, Baton
+
+STEP_LIMIT_DEFAULT = 10_000_000
+"""Decisions of one run; a program that polls for ever is stopped here."""
+
+
+class RankState(Enum):
+    """Where a rank's host program stands."""
+
+    RUNNABLE = "runnable"
+    PARKED = "parked"
+    """Waits for something that another rank must do first."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a rank is parked.
+
+    Attributes:
+        reason: in words, for reports.
+        is_host_wait: hardware would stop the host here too; otherwise only the simulator must stop,
+            because it needs values that are not there yet.
+        needs: what must complete first.
+    """
+
+    reason: str
+    is_host_wait: bool
+    needs: tuple[Any, ...] = ()
+
+
+class HostState(Protocol):
+    """Per-process state of one rank while others run."""
+
+    def save(self) -> None:
+        """Take the process's state as the rank's."""
+
+    def restore(self) -> None:
+        """Make the rank's state the process's."""
+
+
+class Rank:
+    """The host program of one rank.
+
+    Attributes:
+        result: what the program returned.
+        error: what it raised; never a finding.
+        order_of_error: a number that grows with time, to tell which rank raised first.
+    """
+
+    def __init__(self, index: int, world: "World", host_state: HostState) -> None:
+        self.index = index
+        self.world = world
+        self.host_state = host_state
+        self.state = RankState.RUNNABLE
+        self.wait: Wait | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.order_of_error: int | None = None
+        self.baton = Baton()
+
+    def reach(self, kind: str) -> None:
+        """A point where another rank may be chosen to go on first."""
+        world = self.world
+        if world.stop_error is not None:
+            raise Unwind
+        if len(world.runnable) > 1:
+            world.switch(self, world.choose_rank(kind, self.index))
+
+    def park(self, wait: Wait) -> None:
+        """Let others run until ``wake``."""
+        if self.world.stop_error is not None:
+            raise Unwind
+        self.state, self.wait = RankState.PARKED, wait
+        self.world.runnable.remove(self.index)
+        self.world.pass_on(self)
+        self.wait = None
+
+    def wake(self) -> None:
+        """What a parked rank waited for has come."""
+        if self.state is RankState.PARKED:
+            self.state = RankState.RUNNABLE
+            runnable = self.world.runnable
+            runnable.insert(bisect_left(runnable, self.index), self.index)
+
+
+class World:
+    """Runs ``body(rank)`` for each rank, one at a time, as ``scheduler`` chooses.
+
+    Args:
+        world_size: number of ranks.
+        body: one rank's whole program; runs on the rank's own thread.
+        scheduler: chooses at every decision that has more than one option.
+        host_state: makes the holder of a rank's per-process state.
+        on_stuck: called when nobody can run; returns why, as an error to end the run with.
+        step_limit: decisions allowed.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        body: Callable[[Rank], Any],
+        scheduler: Scheduler,
+        *,
+        host_state: Callable[[], HostState],
+        on_stuck: Callable[["World"], SimulationError],
+        step_limit: int = STEP_LIMIT_DEFAULT,
+    ) -> None:
+        self.body = body
+        self.scheduler = scheduler
+        self.step = 0
+        self.step_limit = step_limit
+        self.on_stuck = on_stuck
+        self.stop_error: SimulationError | None = None
+        self.ranks = [Rank(index, self, host_state()) for index in range(world_size)]
+        self.runnable = list(range(world_size))
+        self.handovers = 0
+        self._home = Baton()
+        self._home_state = host_state()
+
+    # ------------------------------------------------------------------ decisions
+
+    def choose_rank(self, kind: str, running: int | None) -> "Rank":
+        """Decide which runnable rank goes on."""
+        options = self.runnable
+        position = bisect_left(options, running) if running is not None else 0
+        default = options[position % len(options)]
+        if len(options) == 1:
+            return self.ranks[default]
+        return self.ranks[self._decide(kind, running, tuple(options), default)]
+
+    def choose_yes(self, kind: str, running: int) -> bool:
+        """Decide a yes/no question; no is the default."""
+        return bool(self._decide(kind, running, (0, 1), 0))
+
+    def _decide(self, kind: str, running: int | None, options: tuple[int, ...], default: int) -> int:
+        if self.step >= self.step_limit:
+            self.stop(
+                StepLimit(
+                    f"a run may take step_limit={self.step_limit} decisions and took them all; "
+                    "look for a loop that polls, or raise step_limit"
+                )
+            )
+        decision = Decision(self.step, kind, running, options, default)
+        self.step += 1
+        choice = self.scheduler.choose(decision)
+        assert choice in options, (choice, options)
+        return choice
+
+    # ------------------------------------------------------------------ handing over
+
+    def switch(self, current: Rank, chosen: Rank) -> None:
+        """Hand the baton from the running rank to another and wait to get it back."""
+        if chosen is current:
+            return
+        self._hand(current.host_state, chosen)
+        current.baton.take()
+        if self.stop_error is not None:
+            raise Unwind
+
+    def _hand(self, leaving: HostState | None, chosen: Rank) -> None:
+        self.handovers += 1
+        if leaving is not None:
+            leaving.save()
+        chosen.host_state.restore()
+        chosen.baton.give()
+
+    def pass_on(self, current: Rank) -> None:
+        """The running rank cannot go on: choose another, or end the run when there is none."""
+        if not self.runnable:
+            current.state = RankState.PARKED
+            self.stop(self.on_stuck(self))
+        self.switch(current, self.choose_rank("park", current.index))
+
+    def stop(self, error: SimulationError) -> NoReturn:
+        """End the run: unwind the running rank now, the others after it."""
+        if self.stop_error is None:
+            self.stop_error = error
+        raise Unwind
+
+    # ------------------------------------------------------------------ the run loop
+
+    def run(self) -> None:
+        """Run all ranks to their end, or until the world is stopped."""
+        tasks = POOL.borrow(len(self.ranks))
+        for rank, task in zip(self.ranks, tasks, strict=True):
+            rank.baton = task.baton
+            task.start(lambda rank=rank: self._main(rank))  # type: ignore[misc]
+        self._home_state.save()
+        first = self.ranks[0]
+        try:
+            first = self.choose_rank("start", None)
+        except Unwind:
+            pass
+        self._hand(None, first)
+        self._come_home()
+        for rank in self.ranks:
+            if rank.state is not RankState.ENDED:
+                self._hand(None, rank)
+                self._come_home()
+        self._home_state.restore()
+        POOL.give_back(tasks)
+
+    def _come_home(self) -> None:
+        handovers = -1
+        while not self._home.take(HANDOVER_SECONDS_MAX):
+            if handovers == self.handovers:
+                raise HandoverTimeout(
+                    f"a rank must hand over within {HANDOVER_SECONDS_MAX} seconds, got none; "
+                    "it blocks outside the simulated world (a lock, a socket, an endless loop)"
+                )
+            handovers = self.handovers
+
+    def _main(self, rank: Rank) -> None:
+        try:
+            if self.stop_error is None:
+                rank.result = self.body(rank)
+        except Unwind:
+            pass
+        except BaseException as error:  # noqa: BLE001  a rank may raise anything; it comes out as itself
+            rank.error, rank.order_of_error = error, self.handovers
+        rank.state = RankState.ENDED
+        if rank.index in self.runnable:
+            self.runnable.remove(rank.index)
+        self._leave(rank)
+
+    def _leave(self, rank: Rank) -> None:
+        rank.host_state.save()
+        if self.stop_error is None and not self.runnable and self._unfinished():
+            self.stop_error = self.on_stuck(self)
+        if self.stop_error is not None or not self._unfinished():
+            self._home.give()
+            return
+        try:
+            chosen = self.choose_rank("end", rank.index)
+        except Unwind:
+            self._home.give()
+            return
+        self._hand(None, chosen)
+
+    def _unfinished(self) -> bool:
+        return any(rank.state is not RankState.ENDED for rank in self.ranks)
