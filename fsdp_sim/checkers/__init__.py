@@ -1,1 +1,33 @@
-"""Invariants, one a file."""
+"""Invariants, one a file: each is a fold over the ops of a run."""
+
+from collections.abc import Callable, Iterable
+
+from fsdp_sim.checkers.checker import Checker
+from fsdp_sim.checkers.collective_match import CollectiveMatch
+from fsdp_sim.checkers.lifetime import Lifetime
+from fsdp_sim.checkers.races import Races
+from fsdp_sim.checkers.words import Words
+from fsdp_sim.errors import ConfigError
+
+__all__ = ["CHECKERS", "Checker", "Words", "make"]
+
+CHECKERS: dict[str, Callable[[Words], Checker]] = {
+    "races": Races,
+    "lifetime": Lifetime,
+    "collective_match": CollectiveMatch,
+}
+"""Every checker by the name that users give."""
+
+
+def make(names: Iterable[str] = tuple(CHECKERS)) -> list[Checker]:
+    """Make checkers by name, in the order of ``CHECKERS``.
+
+    Raises:
+        ConfigError: no checker has that name.
+    """
+    wanted = tuple(names)
+    for name in wanted:
+        if name not in CHECKERS:
+            raise ConfigError(f"checkers must be among {', '.join(CHECKERS)}, got {name!r}")
+    words = Words()
+    return [words, *(factory(words) for name, factory in CHECKERS.items() if name in wanted)]

@@ -1,0 +1,116 @@
+"""Analysis: clocks and checkers over the ops of a run, live or stored."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from fsdp_sim.checkers import Checker
+from fsdp_sim.clock import Clocks
+from fsdp_sim.errors import Finding
+from fsdp_sim.op import Kind, Op
+
+STEPS_KEPT = 64
+"""Steps that a finding lists; its count goes on."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """All occurrences of one finding."""
+
+    first: Finding
+    count: int = 0
+    ranks: set[int] = field(default_factory=set)
+    steps: dict[int, None] = field(default_factory=dict)
+
+    def add(self, finding: Finding, step: int | None) -> None:
+        """Count one more occurrence."""
+        self.count += finding.count
+        self.ranks.update(finding.ranks)
+        for at in (*finding.steps, *(() if step is None else (step,))):
+            if len(self.steps) < STEPS_KEPT:
+                self.steps[at] = None
+
+    def merged(self) -> Finding:
+        """Return the first occurrence with the count, ranks and steps of all."""
+        return replace(
+            self.first,
+            count=self.count,
+            ranks=tuple(sorted(self.ranks)),
+            steps=tuple(sorted(self.steps)),
+        )
+
+
+class Analysis:
+    """Feeds each op to the clocks of its rank and to every checker that wants its kind.
+
+    The engine calls it while the program runs; a stored or recorded trace goes through the same calls.
+
+    Args:
+        checkers: as ``checkers.make`` gives them.
+        rank_count: number of ranks.
+
+    Attributes:
+        clocks: of each rank.
+        step: the scheduling step at which new findings are counted, if the caller keeps it up to date.
+    """
+
+    def __init__(self, checkers: Iterable[Checker], rank_count: int) -> None:
+        self.checkers = tuple(checkers)
+        self.clocks = [Clocks() for _ in range(rank_count)]
+        self.step: int | None = None
+        self._wanted = {
+            kind: tuple(checker.on_op for checker in self.checkers if kind in checker.kinds)
+            for kind in Kind
+        }
+        self._groups: dict[tuple[object, ...], _Group] = {}
+
+    def feed(self, op: Op) -> Sequence[Finding]:
+        """Take one op in; return its findings, each as this one occurrence."""
+        clocks = self.clocks[op.rank]
+        clocks.apply(op)
+        new: list[Finding] = []
+        for on_op in self._wanted[op.kind]:
+            found = on_op(op, clocks)
+            if found:
+                new.extend(found)
+        if new:
+            self._merge(new)
+        return new
+
+    def end(self) -> Sequence[Finding]:
+        """The program has ended: return what is broken now."""
+        new = [finding for checker in self.checkers for finding in checker.on_end()]
+        self._merge(new)
+        return new
+
+    def add(self, finding: Finding) -> None:
+        """Take in a finding that no checker made, such as a deadlock."""
+        self._merge([finding])
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Every finding once, in order of first occurrence, with its count, ranks and steps."""
+        return tuple(group.merged() for group in self._groups.values())
+
+    def _merge(self, new: Iterable[Finding]) -> None:
+        for finding in new:
+            key = _key(finding)
+            group = self._groups.get(key)
+            if group is None:
+                group = self._groups[key] = _Group(finding)
+            group.add(finding, self.step)
+
+
+def _key(finding: Finding) -> tuple[object, ...]:
+    """Return what makes two findings one: kind, source lines, streams; without ops, the message."""
+    if not finding.ops:
+        return (finding.kind, finding.message)
+    return (finding.kind, *((site.source or site.name, site.stream) for site in finding.ops))
+
+
+def analyse(ops: Iterable[Op], checkers: Iterable[Checker], rank_count: int) -> Analysis:
+    """Feed all of a stored trace, to its end."""
+    analysis = Analysis(checkers, rank_count)
+    for op in ops:
+        analysis.feed(op)
+    analysis.end()
+    return analysis

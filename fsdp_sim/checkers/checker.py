@@ -1,0 +1,45 @@
+"""Checker: what every invariant looks like."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from fsdp_sim.clock import Clocks
+from fsdp_sim.errors import Finding
+from fsdp_sim.op import Kind, Op
+
+WORK_KINDS = frozenset({Kind.ATEN, Kind.COLLECTIVE})
+"""Ops that run on a stream and touch bytes."""
+
+SYNC_KINDS = frozenset(
+    {
+        Kind.RECORD_EVENT,
+        Kind.WAIT_EVENT,
+        Kind.WAIT_STREAM,
+        Kind.HOST_WAIT_EVENT,
+        Kind.HOST_WAIT_STREAM,
+    }
+)
+"""Ops that order work."""
+
+
+class Checker(Protocol):
+    """One invariant as a fold over the ops of all ranks.
+
+    Attributes:
+        kinds: the kinds of ops that ``on_op`` wants to see.
+    """
+
+    kinds: frozenset[Kind]
+
+    def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
+        """Take one op in; return what it breaks.
+
+        Args:
+            op: the next op of its rank.
+            clocks: of the op's rank, already advanced by the op.
+        """
+        ...
+
+    def on_end(self) -> Iterable[Finding]:
+        """Return what is broken now that the program has ended."""
+        ...
