@@ -3,6 +3,7 @@
 Checked with torch 2.11 and 2.13. A name that one of them lacks is bridged here, so that no other
 file asks for a version.
 """
+# ruff: noqa: SLF001 - this file exists to reach what is private
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
