@@ -251,7 +251,8 @@ class WorkFuture(Future):  # type: ignore[type-arg]
     def then(self, callback: Any) -> Any:
         """Run ``callback`` on a stream of its own, after the work; return its Future."""
         machine = self.machine
-        stream, chained = Stream(role="future.then"), WorkFuture()
+        stream: Stream = torch.cpu.Stream(role="future.then")  # type: ignore[call-arg,assignment]
+        chained = WorkFuture()
         chained.machine = machine
         outer = machine.stream
         stream.wait_stream(outer)
@@ -480,7 +481,7 @@ def own_stream(machine: Machine, role: str) -> Stream:
     """Return the stream that a group, or a pair of its ranks, has for itself."""
     stream = machine.group_streams.get(role)
     if stream is None:
-        stream = machine.group_streams[role] = Stream(role=role)
+        stream = machine.group_streams[role] = torch.cpu.Stream(role=role)
     return stream
 
 

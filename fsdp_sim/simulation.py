@@ -25,7 +25,6 @@ from fsdp_sim.process_group import Meeting, Pending
 from fsdp_sim.schedule import Schedule
 from fsdp_sim.scheduler import Recorder, Scheduler
 from fsdp_sim.store import Key, WorldStore
-from fsdp_sim.streams import Stream
 from fsdp_sim.trace import Trace
 from fsdp_sim.world import Rank, RankState, World
 
@@ -149,7 +148,7 @@ class Simulation:
     def _body(self, rank: Rank) -> Any:
         machine = self.machines[rank.index]
         LOCAL.rank = machine
-        machine.default_stream = machine.stream = Stream(role="default")
+        machine.default_stream = machine.stream = torch.cpu.Stream(role="default")
         try:
             with torch.autograd.set_multithreading_enabled(False), RankMode(machine):
                 patches.start_default_group(rank.index, self.settings.world_size, self.store)
