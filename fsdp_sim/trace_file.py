@@ -1,0 +1,163 @@
+"""Trace files: ops as JSON lines of a versioned schema, from a simulation or a recorder.
+
+The first line is a header: ``schema``, ``version``, ``world_size``, ``schedule`` (or null), ``torch``,
+``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names, without
+those that have their default.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
+strides]`` behind where not every byte of the range is touched.  Reading one runs nothing.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_sim.errors import ConfigError
+from fsdp_sim.op import Access, Call, Kind, Op, Source
+
+SCHEMA = "fsdp_sim.trace"
+VERSION = 1
+HEADER = ("schema", "version", "world_size", "schedule", "torch", "digest", "order_digest")
+
+_DEFAULTS: dict[str, Any] = {"other": -1, "nbytes": 0, "annotation": None}
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "rank": int,
+    "index": int,
+    "kind": str,
+    "name": str,
+    "stream": int,
+    "other": int,
+    "nbytes": int,
+    "annotation": str,
+    "accesses": list,
+    "source": list,
+    "call": dict,
+}
+_REQUIRED = ("rank", "index", "kind", "name", "stream")
+
+
+def write(path: str | Path, header: dict[str, Any], ops: Iterable[Op]) -> None:
+    """Write a trace file.
+
+    Args:
+        path: where to.
+        header: the fields of ``HEADER`` but for the first two.
+        ops: in order of issue.
+    """
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"schema": SCHEMA, "version": VERSION, **header}) + "\n")
+        for op in ops:
+            file.write(json.dumps(_record(op), separators=(",", ":")) + "\n")
+
+
+def read(path: str | Path) -> tuple[dict[str, Any], list[Op]]:
+    """Read a trace file; return its header and its ops.
+
+    Raises:
+        ConfigError: the file is no trace, of another version, or a line of it is malformed.
+    """
+    with Path(path).open(encoding="utf-8") as file:
+        lines = enumerate(file, start=1)
+        header = _header(path, next(lines, (1, ""))[1])
+        return header, list(_ops(path, lines, header["world_size"]))
+
+
+def _record(op: Op) -> dict[str, Any]:
+    """Return an op as its line holds it."""
+    record: dict[str, Any] = {name: getattr(op, name) for name in _REQUIRED}
+    record |= {n: getattr(op, n) for n, default in _DEFAULTS.items() if getattr(op, n) != default}
+    if op.accesses:
+        record["accesses"] = [
+            [a.storage, a.lo, a.hi, int(a.write), *([] if a.strides is None else [a.strides])]
+            for a in op.accesses
+        ]
+    if op.source is not None:
+        record["source"] = op.source
+    if op.call is not None:
+        defaults = Call._field_defaults
+        record["call"] = {
+            n: value for n, value in op.call._asdict().items() if defaults.get(n, ...) != value
+        }
+    return record
+
+
+def _header(path: str | Path, line: str) -> dict[str, Any]:
+    header = _json(path, 1, line)
+    if header.get("schema") != SCHEMA:
+        raise ConfigError(f"{path}:1 must be the header of a trace, got {line[:80]!r}")
+    if header.get("version") != VERSION:
+        raise ConfigError(
+            f"{path}:1 must be of version {VERSION}, got {header.get('version')!r};"
+            " read it with the version of fsdp_sim that wrote it"
+        )
+    if tuple(header) != HEADER or not isinstance(header["world_size"], int):
+        raise ConfigError(f"{path}:1 must have the fields {', '.join(HEADER)}, got {line[:200]!r}")
+    return header
+
+
+def _ops(path: str | Path, lines: Iterable[tuple[int, str]], world_size: int) -> Iterator[Op]:
+    for number, line in lines:
+        record = _json(path, number, line)
+        _check_fields(path, number, record)
+        try:
+            op = _op(record)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}:{number} must be an op, got {line[:200]!r}: {error}"
+            ) from error
+        if not 0 <= op.rank < world_size:
+            raise ConfigError(f"{path}:{number} rank must be below {world_size}, got {op.rank}")
+        yield op
+
+
+def _json(path: str | Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number} must be JSON, got {line[:80]!r}: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path}:{number} must be a JSON object, got {line[:80]!r}")
+    return record
+
+
+def _check_fields(path: str | Path, number: int, record: dict[str, Any]) -> None:
+    for name in _REQUIRED:
+        if name not in record:
+            raise ConfigError(f"{path}:{number} must have the field {name!r}")
+    for name, value in record.items():
+        if name not in _FIELDS:
+            raise ConfigError(
+                f"{path}:{number} must have no field {name!r}; known: {list(_FIELDS)}"
+            )
+        if not isinstance(value, _FIELDS[name]) or isinstance(value, bool):
+            raise ConfigError(
+                f"{path}:{number} field {name!r} must be {_FIELDS[name]}, got {value!r}"
+            )
+
+
+def _op(record: dict[str, Any]) -> Op:
+    """Return the op of a line whose fields have been checked."""
+    fields = dict(record)
+    fields["kind"] = Kind(fields["kind"])
+    fields["accesses"] = tuple(_access(*access) for access in fields.get("accesses", ()))
+    if "source" in fields:
+        file, line = fields["source"]
+        fields["source"] = Source(str(file), int(line))
+    if "call" in fields:
+        call: dict[str, Any] = {
+            n: tuple(v) if isinstance(v, list) else v for n, v in fields["call"].items()
+        }
+        fields["call"] = Call(**call)
+    return Op(**fields)
+
+
+def _access(
+    storage: int, lo: int, hi: int, is_write: int, strides: list[Any] | None = None
+) -> Access:
+    if not all(isinstance(number, int) for number in (storage, lo, hi)) or is_write not in (0, 1):
+        raise ValueError(f"an access is [block, lo, hi, 0 or 1], got {[storage, lo, hi, is_write]}")
+    if strides is None:
+        return Access(storage, lo, hi, bool(is_write))
+    itemsize, sizes, steps = strides
+    if len(sizes) != len(steps):
+        raise ValueError(f"strides must have one step a dimension, got {strides}")
+    return Access(storage, lo, hi, bool(is_write), (int(itemsize), tuple(sizes), tuple(steps)))
