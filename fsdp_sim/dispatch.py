@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_sim import patches, process_group
-from fsdp_sim.machine import Machine
+from fsdp_sim.machine import Machine, caller
 from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Kind
 from fsdp_sim.tensors import access_of
@@ -104,13 +104,14 @@ class RankMode(TorchDispatchMode):
             if any(kind.__name__ == "FakeTensor" for kind in types):
                 return func(*args, **(kwargs or {}))
             return NotImplemented
-        operator = _OPERATORS.get(func)
+        operator = _OPERATORS.get(id(func))
         if operator is None:
-            operator = _OPERATORS[func] = classify(func)
+            operator = _OPERATORS[id(func)] = classify(func)
         return operator.handle(self, operator, func, args, kwargs or {})
 
 
-_OPERATORS: dict[Any, Operator] = {}
+_OPERATORS: dict[int, Operator] = {}
+"""By identity: operators live as long as PyTorch, and their own hash is slow Python."""
 
 
 def classify(func: Any) -> Operator:
@@ -208,13 +209,13 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
         return _run_on_host(machine, func, args, kwargs)
     out = func(*args, **kwargs)
     stream = machine.current_stream_id()
-    memory = machine.memory
+    source, memory = caller(), machine.memory
     for tensor in _tensors(out):
-        record = memory.born(tensor)
+        record = memory.born(tensor, source=source)
         if not any(record is known for known in records):
             records.append(record)
             accesses.append(access_of(tensor, record.ordinal, True))
-    machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses))
+    machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses), source=source)
     return out
 
 
@@ -263,6 +264,8 @@ def _note(
     records.append(record)
     if not record.is_host:
         accesses.append(access)
+        if record.stream != machine.stream.ordinal:
+            record.is_shared = True
 
 
 def await_values(machine: Machine, record: StorageRecord, access: Access, name: str) -> None:

@@ -9,7 +9,7 @@ from fsdp_sim.analysis import Analysis
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import FINDING_KINDS, Finding
 from fsdp_sim.memory import Memory
-from fsdp_sim.op import Access, Call, Kind, Op, Source
+from fsdp_sim.op import UNKNOWN, Access, Call, Kind, Op, Source
 from fsdp_sim.task import RankLocal
 from fsdp_sim.world import Rank, Wait
 
@@ -39,7 +39,8 @@ class Machine:
         clocks: happens-before of this rank.
         memory: its storages.
         pending: parts of collectives that have been issued and are not complete.
-        ranges: open record_function ranges, outermost first.
+        ranges: open record_function ranges, outermost first, each with the label outside it.
+        annotation: the innermost open range of a runtime, which labels what is issued inside it.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class Machine:
         self.clocks: Clocks = analysis.clocks[rank.index]
         self.memory = Memory(self)
         self.pending: list[Pending] = []
-        self.ranges: list[str] = []
+        self.ranges: list[tuple[str, str | None]] = []
+        self.annotation: str | None = None
         self.is_open = True
         self.functional_depth = 0
         self.sequences: dict[Any, int] = {}
@@ -107,9 +109,12 @@ class Machine:
         other: int = -1,
         nbytes: int = 0,
         call: Call | None = None,
-        source: Source | None = None,
+        source: Source | None = UNKNOWN,
     ) -> Op | None:
-        """Do one op: the clocks advance, the checkers see it, the trace keeps it."""
+        """Do one op: the clocks advance, the checkers see it, the trace keeps it.
+
+        ``source`` is looked up when it is not given; to give None saves the time.
+        """
         if not self.is_open:
             return None
         op = Op(
@@ -121,8 +126,8 @@ class Machine:
             accesses,
             other,
             nbytes,
-            self.annotation(),
-            source if source is not None else caller(),
+            self.annotation,
+            caller() if source is UNKNOWN else source,
             call,
         )
         self._op_count += 1
@@ -137,12 +142,22 @@ class Machine:
         """End the run with a finding: the program cannot go on from here."""
         self.rank.world.stop(FINDING_KINDS[finding.kind](finding.describe(), finding=finding))
 
-    def annotation(self) -> str | None:
-        """Return the innermost open range of a runtime, which labels what is issued inside it."""
-        for name in reversed(self.ranges):
-            if name.startswith(ANNOTATION_PREFIXES):
-                return name
-        return None
+    def push_range(self, name: str) -> None:
+        """Open a range; a runtime's labels what is issued inside it, and is an op itself."""
+        is_label = name.startswith(ANNOTATION_PREFIXES)
+        self.ranges.append((name, self.annotation))
+        if is_label:
+            self.annotation = name
+            self.emit(Kind.RANGE_PUSH, name, self.current_stream_id())
+
+    def pop_range(self) -> None:
+        """Close the innermost range."""
+        if not self.ranges:
+            return
+        name, outer = self.ranges.pop()
+        if name.startswith(ANNOTATION_PREFIXES):
+            self.emit(Kind.RANGE_POP, name, self.current_stream_id())
+            self.annotation = outer
 
     # ------------------------------------------------------------------ waiting
 

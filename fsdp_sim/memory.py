@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sim.op import Kind
+from fsdp_sim.op import UNKNOWN, Kind, Source
 
 if TYPE_CHECKING:
     from fsdp_sim.process_group import Pending
@@ -21,10 +21,20 @@ class StorageRecord:
         stream: the stream whose pool the memory came from.
         is_host: made from Python data alone, so its reads and writes are on no stream.
         is_allocated: there is an ALLOC op without its FREE.
+        is_shared: a stream other than ``stream`` has touched it, so that its end is of interest.
         pending: parts of collectives that still read or write it.
     """
 
-    __slots__ = ("__weakref__", "is_allocated", "is_host", "key", "ordinal", "pending", "ref", "stream")
+    __slots__ = ("__weakref__",
+        "is_allocated",
+        "is_host",
+        "is_shared",
+        "key",
+        "ordinal",
+        "pending",
+        "ref",
+        "stream",
+    )
 
     def __init__(self, key: int, ordinal: int, stream: int) -> None:
         self.key = key
@@ -32,6 +42,7 @@ class StorageRecord:
         self.stream = stream
         self.is_host = False
         self.is_allocated = False
+        self.is_shared = False
         self.pending: list[tuple[Pending, int, int, bool]] = []
         self.ref: Any = None
 
@@ -54,7 +65,9 @@ class Memory:
         record = self.records.get(storage._cdata)
         return record if record is not None else self._track(storage)
 
-    def born(self, tensor: torch.Tensor, *, is_host: bool = False) -> StorageRecord:
+    def born(
+        self, tensor: torch.Tensor, *, is_host: bool = False, source: Source | None = UNKNOWN
+    ) -> StorageRecord:
         """Return the record of an op's output; a new storage was allocated on the current stream."""
         storage = tensor.untyped_storage()
         record = self.records.get(storage._cdata)
@@ -62,7 +75,7 @@ class Memory:
             record = self._track(storage)
             record.is_host = is_host
             if not is_host:
-                self._alloc(record, storage.nbytes())
+                self._alloc(record, storage.nbytes(), source)
         return record
 
     def _track(self, storage: torch.UntypedStorage) -> StorageRecord:
@@ -72,17 +85,25 @@ class Memory:
         self.records[key] = record
         return record
 
-    def _alloc(self, record: StorageRecord, nbytes: int) -> None:
+    def _alloc(
+        self, record: StorageRecord, nbytes: int, source: Source | None = UNKNOWN
+    ) -> None:
         if nbytes == 0:
             return
         record.is_allocated = True
         record.stream = self._machine.current_stream_id()
-        self._machine.emit(Kind.ALLOC, "alloc", record.stream, other=record.ordinal, nbytes=nbytes)
+        self._machine.emit(
+            Kind.ALLOC, "alloc", record.stream, other=record.ordinal, nbytes=nbytes, source=source
+        )
 
     def _free(self, record: StorageRecord) -> None:
         if record.is_allocated:
             record.is_allocated = False
-            self._machine.emit(Kind.FREE, "free", record.stream, other=record.ordinal)
+            source = UNKNOWN if record.is_shared else None
+            self._machine.emit(
+                Kind.FREE, "free", record.stream, other=record.ordinal, source=source
+            )
+            record.is_shared = False
 
     def resized(self, storage: torch.UntypedStorage, nbytes_before: int) -> None:
         """A storage was resized in place: to zero is a free, from zero an allocation."""

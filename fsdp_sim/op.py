@@ -15,6 +15,10 @@ class Source(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
+UNKNOWN = Source("", 0)
+"""A source line that is still to be looked up."""
+
+
 class Kind(StrEnum):
     """What an op is.  Everything that orders work is one of the five synchronisations."""
 

@@ -421,6 +421,7 @@ def _run_on_stream(
                 if conflicts and not other.is_done and clock.get(other.stream, 0) >= other.tick:
                     if other not in part.waits_for and not (not other_writes and other.is_ready):
                         part.waits_for.append(other)
+            record.is_shared = record.is_shared or record.stream != stream_id
             record.pending.append((part, access.lo, access.hi, write))
             part.records.append(record)
     part.stream = stream_id

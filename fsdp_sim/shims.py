@@ -126,9 +126,7 @@ def _install_ranges(undo: patches.Patches) -> None:
         machine = machines.current()
         if machine is None:
             return enter(self)
-        machine.ranges.append(self.name)
-        if self.name.startswith(machines.ANNOTATION_PREFIXES):
-            machine.emit(Kind.RANGE_PUSH, self.name, machine.current_stream_id())
+        machine.push_range(self.name)
         return self
 
     @functools.wraps(leave)
@@ -136,10 +134,7 @@ def _install_ranges(undo: patches.Patches) -> None:
         machine = machines.current()
         if machine is None:
             return leave(self, *exc)
-        if machine.ranges:
-            name = machine.ranges.pop()
-            if name.startswith(machines.ANNOTATION_PREFIXES):
-                machine.emit(Kind.RANGE_POP, name, machine.current_stream_id())
+        machine.pop_range()
         return None
 
     undo.replace(record_function, "__enter__", push)
