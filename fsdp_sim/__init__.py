@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdp_sim.errors import Finding as Finding
+    from fsdp_sim.exploration import Exploration as Exploration
+    from fsdp_sim.exploration import explore as explore
     from fsdp_sim.simulation import Report as Report
     from fsdp_sim.verbs import replay as replay
     from fsdp_sim.verbs import simulate as simulate
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 _HOME = {
     "simulate": "fsdp_sim.verbs",
     "replay": "fsdp_sim.verbs",
+    "explore": "fsdp_sim.exploration",
+    "Exploration": "fsdp_sim.exploration",
     "Report": "fsdp_sim.simulation",
     "Finding": "fsdp_sim.errors",
     "SimulationError": "fsdp_sim.errors",

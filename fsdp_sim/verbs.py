@@ -1,4 +1,4 @@
-"""Verbs: simulate, explore and replay a program on simulated ranks."""
+"""Verbs: simulate and replay a program on simulated ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from fsdp_sim import checkers as checkers_
 from fsdp_sim.errors import FINDING_KINDS, ConfigError, Diverged, Finding, SimulationError
 from fsdp_sim.schedule import RANKS_MAX, Schedule
-from fsdp_sim.scheduler import Misfit, Replay, Scheduler, make
+from fsdp_sim.scheduler import STEPS_DEFAULT, Misfit, Replay, Scheduler, make
 from fsdp_sim.simulation import Report, Settings, Simulation
 from fsdp_sim.world import STEP_LIMIT_DEFAULT
 
@@ -19,6 +19,7 @@ def simulate(
     seed: int = 0,
     schedule: str | Schedule | None = None,
     scheduler: str = "program_order",
+    steps: int = STEPS_DEFAULT,
     checkers: Iterable[str] = tuple(checkers_.CHECKERS),
     strict: bool = True,
     step_limit: int = STEP_LIMIT_DEFAULT,
@@ -38,6 +39,7 @@ def simulate(
         seed: of the schedulers "uniform" and "pct"; feeds nothing else.
         schedule: deviations to follow where they fit ("v1;w4;17>2"); overrides ``scheduler``.
         scheduler: "program_order", "uniform", "pct", "exhaustive" or "replay".
+        steps: decisions that "pct" expects in a run, to spread its change points over.
         checkers: names of the checkers to run.
         strict: raise the first error found; otherwise report all.
         step_limit: scheduling decisions allowed.
@@ -59,7 +61,7 @@ def simulate(
     if schedule is not None:
         chooser = Replay(plan, strict=False)
     else:
-        chooser = make(scheduler, seed=seed, schedule=plan)
+        chooser = make(scheduler, seed=seed, schedule=plan, steps=steps)
     settings = Settings(
         world_size=world_size,
         scheduler=chooser,

@@ -1,0 +1,193 @@
+"""Exploration: run many schedules, and give the first failure with the fewest deviations that keep it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_sim.errors import ConfigError, SimulationError
+from fsdp_sim.schedule import Deviation, Schedule
+from fsdp_sim.simulation import Report
+from fsdp_sim.verbs import simulate
+
+SCHEDULES_DEFAULT = 200
+MINIMISE_RUNS_MAX = 300
+"""Runs spent on making a failing schedule smaller."""
+
+Outcome = Report | BaseException
+
+
+@dataclass
+class Exploration:
+    """What a search did.
+
+    Attributes:
+        schedules: how many were run.
+        orderings: how many of them differed in the choices made.
+        decisions: of each run.
+        stopped: how many reached the step limit.
+        failure: the first error found, with the fewest deviations that keep it, or None.
+        schedule: that failure's schedule line.
+        shrunk_from: deviations of the schedule that failed first.
+        shrink_runs: runs spent on making it smaller.
+    """
+
+    schedules: int = 0
+    orderings: int = 0
+    decisions: list[int] = field(default_factory=list)
+    stopped: int = 0
+    failure: BaseException | None = None
+    schedule: str | None = None
+    shrunk_from: int = 0
+    shrink_runs: int = 0
+
+    def summary(self) -> str:
+        """Return one line of statistics."""
+        counts = self.decisions or [0]
+        mean = sum(counts) / len(counts)
+        share = self.stopped / max(self.schedules, 1)
+        return (
+            f"{self.schedules} schedules, {self.orderings} distinct orderings, decisions "
+            f"min {min(counts)} mean {mean:.1f} max {max(counts)}, {share:.0%} at the step limit"
+        )
+
+
+def explore(
+    fn: Callable[..., Any],
+    world_size: int = 4,
+    *,
+    schedules: int = SCHEDULES_DEFAULT,
+    scheduler: str = "pct",
+    seed: int = 0,
+    strict: bool = True,
+    on_schedule: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Exploration:
+    """Run ``fn`` in program order, then under ``schedules - 1`` others, up to the first failure.
+
+    Schedule k is drawn from seed ``seed + k``, so a search can be split over workers.  A failing one is
+    re-expressed as deviations from program order and reduced to the fewest that keep the failure.
+
+    Args:
+        fn: one rank's program, called as ``fn(rank, *args)``; run many times, so it must not keep state.
+        world_size: number of ranks.
+        schedules: how many to run at most.
+        scheduler: "pct" or "uniform".
+        seed: of the first schedule.
+        strict: raise the failure, with ``.exploration`` attached; otherwise return it.
+        on_schedule: called with the number of schedules run, for a progress bar.
+        options: of ``simulate``.
+
+    Raises:
+        ConfigError: an argument is out of range; nothing has been run.
+        Exception: ``strict`` and a schedule failed: what it raised, with the smallest schedule found.
+    """
+    _check(schedules, scheduler)
+    options.pop("strict", None)
+    search = Exploration()
+    seen: dict[str, None] = {}
+    failed: tuple[Schedule, BaseException] | None = None
+    for number in range(schedules):
+        name = "program_order" if number == 0 else scheduler
+        outcome, schedule = _attempt(
+            fn, world_size, options, scheduler=name, seed=seed + number, steps=_steps(search)
+        )
+        search.schedules += 1
+        seen[str(schedule)] = None
+        search.orderings = len(seen)
+        search.decisions.append(_decisions(outcome))
+        search.stopped += type(outcome).__name__ == "StepLimit"
+        if on_schedule is not None:
+            on_schedule(search.schedules)
+        if isinstance(outcome, BaseException):
+            failed = (schedule, outcome)
+            break
+    if failed is not None:
+        _minimise(fn, world_size, options, search, *failed)
+        if strict:
+            assert search.failure is not None
+            search.failure.exploration = search  # type: ignore[attr-defined]
+            raise search.failure
+    return search
+
+
+def _check(schedules: Any, scheduler: str) -> None:
+    if not isinstance(schedules, int) or isinstance(schedules, bool) or schedules < 1:
+        raise ConfigError(f"schedules must be a positive integer, got {schedules!r}")
+    if scheduler not in ("pct", "uniform"):
+        raise ConfigError(f"explore draws schedules with pct or uniform, got {scheduler!r}")
+
+
+def _steps(search: Exploration) -> int:
+    return max(search.decisions, default=1) or 1
+
+
+def _attempt(
+    fn: Callable[..., Any], world_size: int, options: dict[str, Any], **how: Any
+) -> tuple[Outcome, Schedule]:
+    """Run once; an error that was found is the outcome, a wrong argument is raised."""
+    try:
+        report = simulate(fn, world_size, strict=True, **how, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever a rank raises is an outcome of its schedule
+        line = getattr(error, "schedule", None)
+        if line is None:
+            raise
+        return error, Schedule.parse(line)
+    return report, Schedule.parse(report.schedule)
+
+
+def _decisions(outcome: Outcome) -> int:
+    report = outcome if isinstance(outcome, Report) else getattr(outcome, "report", None)
+    return report.decisions if report is not None else 0
+
+
+def _signature(outcome: Outcome) -> tuple[str, ...] | None:
+    """Return what must stay the same while a schedule is made smaller, None for a clean run."""
+    if isinstance(outcome, Report):
+        return None
+    finding = outcome.finding if isinstance(outcome, SimulationError) else None
+    return (type(outcome).__name__, finding.kind if finding is not None else "")
+
+
+def _minimise(
+    fn: Callable[..., Any],
+    world_size: int,
+    options: dict[str, Any],
+    search: Exploration,
+    schedule: Schedule,
+    failure: BaseException,
+) -> None:
+    """Drop deviations, in ever smaller chunks, as long as the same failure comes up.
+
+    Source: delta debugging (Zeller and Hildebrandt 2002), keeping complements only.
+    """
+    wanted = _signature(failure)
+    best, best_failure = list(schedule.deviations), failure
+    search.shrunk_from = len(best)
+    chunk = max(len(best) // 2, 1)
+    while best and search.shrink_runs < MINIMISE_RUNS_MAX:
+        smaller = None
+        for candidate in _without_chunks(best, chunk):
+            search.shrink_runs += 1
+            plan = Schedule(world_size, schedule.knobs, tuple(candidate))
+            outcome, effective = _attempt(fn, world_size, options, schedule=plan)
+            if isinstance(outcome, BaseException) and _signature(outcome) == wanted:
+                smaller = (list(effective.deviations), outcome)
+                break
+            if search.shrink_runs >= MINIMISE_RUNS_MAX:
+                break
+        if smaller is not None and len(smaller[0]) < len(best):
+            best, best_failure = smaller
+            chunk = max(min(chunk, len(best) // 2), 1)
+        elif chunk == 1:
+            break
+        else:
+            chunk //= 2
+    search.failure = best_failure
+    search.schedule = str(Schedule(world_size, schedule.knobs, tuple(best)))
+
+
+def _without_chunks(deviations: list[Deviation], chunk: int) -> Iterable[list[Deviation]]:
+    for start in range(0, len(deviations), chunk):
+        yield deviations[:start] + deviations[start + chunk :]
