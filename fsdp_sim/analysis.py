@@ -67,11 +67,11 @@ class Analysis:
         """Take one op in; return its findings, each as this one occurrence."""
         clocks = self.clocks[op.rank]
         clocks.apply(op)
-        new: list[Finding] = []
+        new: Sequence[Finding] = ()
         for on_op in self._wanted[op.kind]:
             found = on_op(op, clocks)
             if found:
-                new.extend(found)
+                new = [*new, *found]
         if new:
             self._merge(new)
         return new

@@ -5,6 +5,18 @@ from fsdp_sim.op import Kind, Op
 Clock = dict[int, int]
 """Stream -> number of ops of that stream which are known to be done."""
 
+# Every op of a run passes here, and looking a member up on its enum costs 90 ns in Python 3.11.
+_ATEN, _COLLECTIVE = Kind.ATEN, Kind.COLLECTIVE
+_SYNCS = frozenset(
+    {
+        Kind.RECORD_EVENT,
+        Kind.WAIT_EVENT,
+        Kind.WAIT_STREAM,
+        Kind.HOST_WAIT_EVENT,
+        Kind.HOST_WAIT_STREAM,
+    }
+)
+
 
 def join(into: Clock, other: Clock) -> bool:
     """Raise ``into`` to the pointwise maximum of both; return whether it changed."""
@@ -55,10 +67,18 @@ class Clocks:
     def apply(self, op: Op) -> None:
         """Advance the clocks by one op."""
         kind = op.kind
-        if kind is Kind.ATEN or kind is Kind.COLLECTIVE:
-            clock = self.of(op.stream)
-            op.tick = clock[op.stream] = clock[op.stream] + 1
-        elif kind is Kind.RECORD_EVENT:
+        if kind is _ATEN or kind is _COLLECTIVE:
+            stream = op.stream
+            clock = self.streams.get(stream)
+            if clock is None or self._seen.get(stream, 0) != self._host_version:
+                clock = self.of(stream)
+            op.tick = clock[stream] = clock[stream] + 1
+        elif kind in _SYNCS:
+            self._synchronise(op)
+
+    def _synchronise(self, op: Op) -> None:
+        kind = op.kind
+        if kind is Kind.RECORD_EVENT:
             self.events[op.other] = dict(self.of(op.stream))
         elif kind is Kind.WAIT_EVENT:
             join(self.of(op.stream), self.events.get(op.other, {}))

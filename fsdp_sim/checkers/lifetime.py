@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from fsdp_sim.checkers.checker import WORK_KINDS
+from fsdp_sim.checkers.checker import ALLOC, FREE, MEMORY_KINDS, WORK_KINDS
 from fsdp_sim.checkers.words import Words, place
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
@@ -43,7 +43,7 @@ class Lifetime:
     Source: CUDACachingAllocator.cpp, torch 2.13 (``free``, ``insert_events``, ``process_events``).
     """
 
-    kinds = WORK_KINDS | {Kind.ALLOC, Kind.FREE, Kind.RECORD_STREAM}
+    kinds = WORK_KINDS | MEMORY_KINDS | {Kind.RECORD_STREAM}
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -55,19 +55,20 @@ class Lifetime:
         if pools is None:
             pools = self._ranks[op.rank] = _Pools()
         kind = op.kind
-        if kind is Kind.ALLOC:
-            pools.home[op.other] = op.stream
-            return self._judge(pools, op, clocks) if pools.freed.get(op.stream) else ()
-        if kind is Kind.FREE:
-            _free(pools, op)
-        elif kind is Kind.RECORD_STREAM:
-            pools.recorded.setdefault(op.other, set()).add(op.stream)
-        else:
+        if op.accesses:
             home = pools.home
             stream = op.stream
             for access in op.accesses:
                 if home.get(access[0], stream) != stream:
                     pools.foreign.setdefault(access[0], {})[stream] = op
+        elif kind is ALLOC:
+            pools.home[op.other] = op.stream
+            if op.stream in pools.freed:
+                return self._judge(pools, op, clocks)
+        elif kind is FREE:
+            _free(pools, op)
+        elif kind is Kind.RECORD_STREAM:
+            pools.recorded.setdefault(op.other, set()).add(op.stream)
         return ()
 
     def on_end(self) -> Iterable[Finding]:
@@ -101,8 +102,10 @@ class Lifetime:
 def _free(pools: _Pools, free: Op) -> None:
     """Give a block back; an access that ``record_stream`` or nothing foreign made is safe."""
     home = pools.home.pop(free.other, free.stream)
-    recorded = pools.recorded.pop(free.other, ())
     foreign = pools.foreign.pop(free.other, None)
     if foreign is not None:
+        recorded = pools.recorded.pop(free.other, ())
         unsafe = {stream: op for stream, op in foreign.items() if stream not in recorded}
         pools.freed.setdefault(home, []).append((free, unsafe))
+    elif pools.recorded:
+        pools.recorded.pop(free.other, None)

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from functools import lru_cache
 
-from fsdp_sim.checkers.checker import WORK_KINDS
+from fsdp_sim.checkers.checker import FREE, WORK_KINDS
 from fsdp_sim.checkers.overlap import overlaps
 from fsdp_sim.checkers.words import Words
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
-from fsdp_sim.op import Access, Kind, Op
+from fsdp_sim.op import Access, Op
 
 ENTRIES_MAX = 512
 """Distinct accesses kept of one stream to one block before old ones are forgotten."""
@@ -72,7 +72,7 @@ class Races:
     Source: FastTrack (Flanagan and Freund, PLDI 2009) for what may be forgotten.
     """
 
-    kinds = WORK_KINDS | {Kind.FREE}
+    kinds = WORK_KINDS | {FREE}
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -83,7 +83,7 @@ class Races:
         blocks = self._ranks.get(op.rank)
         if blocks is None:
             blocks = self._ranks[op.rank] = _Blocks()
-        if op.kind is Kind.FREE:
+        if op.kind is FREE:
             _forget(blocks, op.other)
             return ()
         stream = op.stream

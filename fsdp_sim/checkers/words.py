@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from fsdp_sim.checkers.checker import SYNC_KINDS
+from fsdp_sim.checkers.checker import ALLOC, FREE, MEMORY_KINDS, SYNC_KINDS
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding, OpSite
 from fsdp_sim.op import Kind, Op
@@ -15,7 +15,7 @@ SYNCS_KEPT = 4096
 class Words:
     """A fold like every checker, but it finds nothing: it remembers what reports have to say."""
 
-    kinds = SYNC_KINDS | {Kind.ALLOC, Kind.FREE, Kind.STREAM}
+    kinds = SYNC_KINDS | MEMORY_KINDS | {Kind.STREAM}
 
     def __init__(self) -> None:
         self._roles: dict[tuple[int, int], str] = {}
@@ -25,9 +25,9 @@ class Words:
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:  # noqa: ARG002
         """Remember the op."""
         kind = op.kind
-        if kind is Kind.ALLOC:
+        if kind is ALLOC:
             self._allocs[op.rank, op.other] = op
-        elif kind is Kind.FREE:
+        elif kind is FREE:
             self._allocs.pop((op.rank, op.other), None)
         elif kind is Kind.STREAM:
             self._roles[op.rank, op.stream] = op.name

@@ -43,7 +43,7 @@ def test_feed_returns_what_is_new() -> None:
     analysis = Analysis(make(["races"]), 1)
     first, second = racy_loop(0, 1)
 
-    assert analysis.feed(first) == []
+    assert list(analysis.feed(first)) == []
     assert [finding.kind for finding in analysis.feed(second)] == ["Race"]
 
 
