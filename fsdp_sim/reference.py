@@ -1,4 +1,4 @@
-"""The oracle: the same program unsharded in one process, and the comparison with a sharded run.
+"""The oracle: the same program unsharded in one process.
 
 Each rank's batches are run in turn on the whole model, in rank order; the ranks' gradients are added in
 that order and divided by the number of ranks and the unit's divisor; then the optimizer steps once.
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fsdp_sim.program.check import check_program
-from fsdp_sim.program.exactness import gradient_tolerance
 from fsdp_sim.program.model import DTYPES, Node, Plan, PlannedError, build_model
 from fsdp_sim.program.optimizer import make_optimizer
 from fsdp_sim.program.passes import run_pass, set_frozen
@@ -60,31 +59,6 @@ def run_reference(program: ProgramSpec) -> FullRun:
     optimizer = make_optimizer(program.optimizer, model.parameters())
     unsharded = _Unsharded(program, model, optimizer, parts)
     return FullRun(tuple(_run_step(unsharded, number) for number in range(len(program.steps))))
-
-
-def parity_differences(program: ProgramSpec, sharded: FullRun, unsharded: FullRun) -> list[str]:
-    """Return what differs between the two runs of a program, first differences first; [] is parity.
-
-    Where sums are exact the comparison is of bits; else the first step's losses and gradients are
-    compared within ``gradient_tolerance``.
-    """
-    tolerance = gradient_tolerance(program)
-    steps = list(zip(sharded.steps, unsharded.steps, strict=True))
-    differences = []
-    for number, (got, expected) in enumerate(steps if tolerance == 0.0 else steps[:1]):
-        if got.losses != expected.losses:
-            differences.append(
-                f"step {number}: losses (rank, pass, forward) must be {expected.losses}, "
-                f"got {got.losses}"
-            )
-        differences += _differing(
-            f"step {number} gradient", got.gradients, expected.gradients, tolerance
-        )
-        if tolerance == 0.0:
-            differences += _differing(
-                f"step {number} parameter", got.parameters, expected.parameters, 0.0
-            )
-    return differences
 
 
 def _hold_main_weights(model: Node, unit: Unit) -> None:
@@ -162,38 +136,3 @@ def _average(parameter: Tensor, given: Sequence[Tensor | None], divisor: int) ->
 def _copies(model: Node, *, of_gradients: bool) -> Tensors:
     held = {n: p.grad if of_gradients else p.detach() for n, p in model.named_parameters()}
     return {name: None if tensor is None else tensor.clone() for name, tensor in held.items()}
-
-
-def _differing(what: str, got: Tensors, expected: Tensors, tolerance: float) -> list[str]:
-    """Return a line for each tensor that differs by more than ``tolerance``."""
-    if list(got) != list(expected):
-        return [f"{what}: names must be {list(expected)}, got {list(got)}"]
-    lines = []
-    for name in got:
-        difference = _difference(got[name], expected[name], tolerance)
-        if difference:
-            lines.append(f"{what} {name!r} {difference}")
-    return lines
-
-
-def _difference(got: Tensor | None, expected: Tensor | None, tolerance: float) -> str | None:
-    """Return how two tensors differ, or None."""
-    if got is None or expected is None:
-        same = got is expected
-        return None if same else f"must be {_shown(expected)}, got {_shown(got)}"
-    if got.shape != expected.shape:
-        return f"must have shape {list(expected.shape)}, got {list(got.shape)}"
-    apart = (got.double() - expected.double()).abs()
-    wrong = ~(apart <= tolerance)  # NaN is apart from everything
-    if not bool(wrong.any()):
-        return None
-    place = tuple(int(i) for i in wrong.nonzero()[0])
-    count = int(wrong.sum())
-    return (
-        f"must be {expected[place].item()} at {list(place)}, got {got[place].item()} "
-        f"({count} of {got.numel()} elements differ by more than {tolerance})"
-    )
-
-
-def _shown(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else f"present, of shape {list(tensor.shape)}"

@@ -1,5 +1,6 @@
 """One pass of a program over a model: forwards, losses, backwards; sharded or not, it is the same."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,13 +12,26 @@ from fsdp_sim.program.results import Losses
 from fsdp_sim.program.spec import PassSpec, ProgramSpec, StepSpec
 from fsdp_sim.program.tree import walk
 
+Scope = Callable[[bool], AbstractContextManager[object]]
+
 
 def run_pass(
-    program: ProgramSpec, model: Node, place: tuple[int, int], device: torch.device
+    program: ProgramSpec,
+    model: Node,
+    place: tuple[int, int],
+    device: torch.device,
+    scope: Scope = lambda _is_last: nullcontext(),
 ) -> Losses:
     """Run the pass at ``place`` (step, pass) as the model's plan says; gradients are accumulated.
 
     Nothing is read on the host, so the order of the device's work rests on the program's own waits.
+
+    Args:
+        program: the whole program.
+        model: its model, sharded or not.
+        place: number of the step, and of the pass in it.
+        device: where inputs are made.
+        scope: what each backward runs in, given whether it is the last of its step.
 
     Returns:
         The losses of the forwards, still on the device.
@@ -31,16 +45,10 @@ def run_pass(
         with _grad_mode(one):
             losses = [_loss(program, model, (*place, n), device) for n in range(one.forwards)]
         if one.kind == "train":
-            _backward(one, losses)
+            _backward(one, losses, scope, ends_step=_ends_step(program, place))
     finally:
         model.plan.current = None
     return tuple(loss.detach() for loss in losses)
-
-
-def last_training_pass(step: StepSpec) -> int | None:
-    """Return the position of the step's last microbatch; None where it has none."""
-    training = [number for number, one in enumerate(step.passes) if one.kind == "train"]
-    return training[-1] if training else None
 
 
 def set_frozen(model: nn.Module, step: StepSpec) -> None:
@@ -58,19 +66,28 @@ def _loss(
     one = program.steps[place[0]].passes[place[1]]
     shape, where = (program.batch, program.width), (*place, model.plan.rank)
     x = input_batch(shape, where, device)
-    if one.kind == "train" and (one.input_grad or _needs_input_grad(program)):
+    if torch.is_grad_enabled() and (one.input_grad or _needs_input_grad(program)):
         x.requires_grad_()
     y = unwrap(model(x))
     return (y * (0.5 * y + loss_weights(shape, where, device))).sum()
 
 
-def _backward(one: PassSpec, losses: list[Tensor]) -> None:
+def _backward(one: PassSpec, losses: list[Tensor], scope: Scope, *, ends_step: bool) -> None:
     """Call backward as often as the pass says, on those losses that something trainable reached."""
     live = [loss for loss in losses if loss.requires_grad]
     if one.backward == "joint":
         live = [sum(live[1:], live[0])] if live else []
-    for loss in reversed(live) if one.backward == "each_reversed" else live:
-        loss.backward()
+    if one.backward == "each_reversed":
+        live.reverse()
+    for number, loss in enumerate(live):
+        with scope(ends_step and number == len(live) - 1):
+            loss.backward()
+
+
+def _ends_step(program: ProgramSpec, place: tuple[int, int]) -> bool:
+    """Return whether the pass at ``place`` is the last one of its step that trains."""
+    later = program.steps[place[0]].passes[place[1] + 1 :]
+    return all(one.kind != "train" for one in later)
 
 
 def _grad_mode(one: PassSpec) -> AbstractContextManager[object]:

@@ -16,6 +16,16 @@ class Record:
         said = [f"{name}={value!r}" for name, value in changed(self)]
         return f"{type(self).__name__}({', '.join(said)})"
 
+    def _repr_pretty_(self, printer: Any, _cycle: object) -> None:
+        """Print the same in lines of bounded width, as IPython and Hypothesis ask for it."""
+        with printer.group(1, f"{type(self).__name__}(", ")"):
+            for number, (name, value) in enumerate(changed(self)):
+                if number:
+                    printer.text(",")
+                    printer.breakable()
+                printer.text(f"{name}=")
+                printer.pretty(value)
+
 
 def changed(record: Any) -> list[tuple[str, Any]]:
     """Return (field, value) of every field that has no default or differs from it."""

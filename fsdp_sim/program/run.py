@@ -1,5 +1,7 @@
 """Run a program sharded, on this rank of an initialised process group: simulated, gloo or NCCL."""
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +11,7 @@ import fsdp_core
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program.check import check_program
 from fsdp_sim.program.model import PlannedError
-from fsdp_sim.program.passes import last_training_pass, run_pass, set_frozen
+from fsdp_sim.program.passes import run_pass, set_frozen
 from fsdp_sim.program.results import Losses, RankRun, StepRun, Tensors
 from fsdp_sim.program.shard import Sharded, shard_program
 from fsdp_sim.program.spec import PassSpec, ProgramSpec
@@ -65,12 +67,14 @@ def _run_passes(
 ) -> tuple[tuple[Losses, ...], bool]:
     """Return the losses of the passes, and whether a planned exception ended the step."""
     losses: list[Losses] = []
-    step = program.steps[number]
-    last = last_training_pass(step)
-    for position, one in enumerate(step.passes):
+
+    def scope(is_last: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - Scope is positional
+        return fsdp_core.microbatch(sharded.context, is_last=is_last)
+
+    for position, one in enumerate(program.steps[number].passes):
+        place = (number, position)
         try:
-            with fsdp_core.microbatch(sharded.context, is_last=position == last):
-                losses.append(run_pass(program, sharded.model, (number, position), sharded.device))
+            losses.append(run_pass(program, sharded.model, place, sharded.device, scope))
         except PlannedError:
             _recover(sharded, one)
             return (*losses, ()), True

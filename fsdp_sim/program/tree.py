@@ -1,7 +1,9 @@
 """Walks over the module tree of a program: paths, units, parameters; pure."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_sim.program.spec import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
 
@@ -56,6 +58,16 @@ def owning_unit(program: ProgramSpec) -> dict[str, str | None]:
         above = owner[parent_path(path)] if path else None
         owner[path] = above if module.unit is None else _key(path, module.unit)
     return owner
+
+
+def replace_module(module: ModuleSpec, path: str, **changes: Any) -> ModuleSpec:
+    """Return the tree below ``module`` with the fields of the module at ``path`` changed."""
+    if path == "":
+        return dataclasses.replace(module, **changes)
+    number, _, below = path.partition(".")
+    children = list(module.children)
+    children[int(number)] = replace_module(children[int(number)], below, **changes)
+    return dataclasses.replace(module, children=tuple(children))
 
 
 def parent_path(path: str) -> str:

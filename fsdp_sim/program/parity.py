@@ -1,0 +1,120 @@
+"""Parity: run a program on simulated ranks and compare it with the unsharded run, bit for bit."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_sim.errors import Finding, ParityError
+from fsdp_sim.program.exactness import gradient_tolerance
+from fsdp_sim.program.results import FullRun, RankRun, Tensors
+from fsdp_sim.program.run import run_program
+from fsdp_sim.program.shards import ReplicaError, assemble
+from fsdp_sim.program.spec import ProgramSpec
+from fsdp_sim.reference import run_reference
+from fsdp_sim.simulation import Report
+from fsdp_sim.verbs import simulate
+
+
+def verify(program: ProgramSpec, **options: Any) -> Report:
+    """Run ``program`` on simulated ranks with every check on, and compare it with the unsharded run.
+
+    Args:
+        program: what to run, under its own schedule.
+        options: those of ``simulate`` but ``world_size`` and ``args``.
+
+    Returns:
+        The report of a clean run with parity.
+
+    Raises:
+        SpecError: the program cannot be built.
+        ParityError: a value differs from the unsharded run; names the first ones.
+        FindingError, RunError: as ``simulate`` raises them.
+    """
+    expected = run_reference(program)
+    options.setdefault("schedule", program.schedule or None)
+    report = simulate(run_rank, program.world_size, args=(program,), **options)
+    differences = _differences(program, report, expected)
+    if differences:
+        raise _parity_error(differences, report)
+    return report
+
+
+def run_rank(_rank: int, program: ProgramSpec) -> RankRun:
+    """Run ``program`` as a rank function of ``simulate``, ``explore`` and ``replay``."""
+    return run_program(program)
+
+
+def _differences(program: ProgramSpec, report: Report, expected: FullRun) -> list[str]:
+    try:
+        return parity_differences(program, assemble(program, report.results), expected)
+    except ReplicaError as error:
+        return [str(error)]
+
+
+def _parity_error(differences: list[str], report: Report) -> ParityError:
+    first, *others = differences
+    finding = Finding("ParityError", first, detail=tuple(others[:8]))
+    line = f"replay with: verify(program, schedule={report.schedule!r})"
+    error = ParityError(f"{finding}\n{line}", finding=finding)
+    error.schedule, error.trace, error.report = report.schedule, report.trace, report
+    return error
+
+
+def parity_differences(program: ProgramSpec, sharded: FullRun, unsharded: FullRun) -> list[str]:
+    """Return what differs between the two runs of a program, first differences first; [] is parity.
+
+    Where sums are exact the comparison is of bits; else the first step's losses and gradients are
+    compared within ``gradient_tolerance``.
+    """
+    tolerance = gradient_tolerance(program)
+    steps = list(zip(sharded.steps, unsharded.steps, strict=True))
+    differences = []
+    for number, (got, expected) in enumerate(steps if tolerance == 0.0 else steps[:1]):
+        if got.losses != expected.losses:
+            differences.append(
+                f"step {number}: losses (rank, pass, forward) must be {expected.losses}, "
+                f"got {got.losses}"
+            )
+        differences += _differing(
+            f"step {number} gradient", got.gradients, expected.gradients, tolerance
+        )
+        if tolerance == 0.0:
+            differences += _differing(
+                f"step {number} parameter", got.parameters, expected.parameters, 0.0
+            )
+    return differences
+
+
+def _differing(what: str, got: Tensors, expected: Tensors, tolerance: float) -> list[str]:
+    """Return a line for each tensor that differs by more than ``tolerance``."""
+    if list(got) != list(expected):
+        return [f"{what}: names must be {list(expected)}, got {list(got)}"]
+    lines = []
+    for name in got:
+        difference = _difference(got[name], expected[name], tolerance)
+        if difference:
+            lines.append(f"{what} {name!r} {difference}")
+    return lines
+
+
+def _difference(got: Tensor | None, expected: Tensor | None, tolerance: float) -> str | None:
+    """Return how two tensors differ, or None."""
+    if got is None or expected is None:
+        same = got is expected
+        return None if same else f"must be {_shown(expected)}, got {_shown(got)}"
+    if got.shape != expected.shape:
+        return f"must have shape {list(expected.shape)}, got {list(got.shape)}"
+    apart = (got.double() - expected.double()).abs()
+    wrong = ~(apart <= tolerance)  # NaN is apart from everything
+    if not bool(wrong.any()):
+        return None
+    place = tuple(int(i) for i in wrong.nonzero()[0])
+    count = int(wrong.sum())
+    return (
+        f"must be {expected[place].item()} at {list(place)}, got {got[place].item()} "
+        f"({count} of {got.numel()} elements differ by more than {tolerance})"
+    )
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"present, of shape {list(tensor.shape)}"

@@ -1,0 +1,168 @@
+"""module_trees: trees of modules, units among them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fsdp_sim.program.spec import LayerSpec, ModuleSpec, UnitSpec
+from fsdp_sim.program.tree import walk
+from fsdp_sim.strategies.arguments import chance, check_bounds, check_range
+
+_DEPTH_MAX = 8
+_MODULES_MAX = 64
+_OUTPUTS = (
+    "tuple", "list", "dict", "nested", "namedtuple", "dataclass", "frozen_dataclass",
+)  # fmt: skip
+
+
+@dataclass
+class _Budget:
+    """How many modules may still be drawn, and what they may be."""
+
+    modules: int
+    children_max: int
+    low_precision: bool
+
+
+def module_trees(
+    *,
+    depth_max: int = 2,
+    children_max: int = 3,
+    modules_max: int = 7,
+    low_precision: bool = True,
+) -> st.SearchStrategy[ModuleSpec]:
+    """Draw a tree of modules in which every layer lies in a unit; shrinks to one unit with one weight.
+
+    Containers, several roots, units without parameters, units of several modules, frozen and partly
+    frozen layers, mixed dtypes, uneven, tiny and empty weights, both kinds of checkpoint, and all kinds of
+    output containers come up. Units have default options: ``programs`` replaces them.
+
+    Args:
+        depth_max: most levels below the top.
+        children_max: most children of a module.
+        modules_max: most modules in all.
+        low_precision: whether weights may be bf16.
+
+    Example:
+        >>> module_trees(depth_max=1)  # ModuleSpec(unit=UnitSpec(), children=(...))
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    check_range("depth_max", depth_max, 0, _DEPTH_MAX)
+    check_range("modules_max", modules_max, 1, _MODULES_MAX)
+    check_range("children_max", children_max, 0, _MODULES_MAX)
+    return _trees(depth_max, _Budget(modules_max, children_max, low_precision))
+
+
+def layers(
+    *, rows_min: int = 0, rows_max: int = 5, low_precision: bool = True
+) -> st.SearchStrategy[LayerSpec]:
+    """Draw a layer; shrinks to one square weight without bias.
+
+    Args:
+        rows_min: fewest rows of an uneven weight.
+        rows_max: most rows of it.
+        low_precision: whether it may be bf16.
+
+    Example:
+        >>> layers(rows_max=1)
+
+    Raises:
+        ConfigError: a number is out of range, or the minimum over the maximum.
+    """
+    check_range("rows_min", rows_min, 0, 64)
+    check_range("rows_max", rows_max, 1, 64)
+    check_bounds("rows", rows_min, rows_max)
+    return _layers(rows_min, rows_max, low_precision=low_precision)
+
+
+@st.composite
+def _layers(draw: Any, rows_min: int, rows_max: int, *, low_precision: bool) -> LayerSpec:
+    kind = draw(st.sampled_from(("linear", "linear", "scale", "rows", "embed")))
+    rows = 1
+    if kind in ("rows", "embed"):
+        rows = draw(st.integers(max(rows_min, kind == "embed"), rows_max))
+    bias = draw(chance(40))
+    low = low_precision and draw(chance(12))
+    mixed = low_precision and bias and draw(chance(20))
+    return LayerSpec(
+        kind,
+        rows,
+        bias,
+        dtype="bfloat16" if low else "float32",
+        bias_dtype=("float32" if low else "bfloat16") if mixed else None,
+        frozen=draw(st.sampled_from(("none",) * 8 + ("weight", "all"))),
+    )
+
+
+@st.composite
+def _trees(draw: Any, depth_max: int, start: _Budget) -> ModuleSpec:
+    budget = replace(start, modules=start.modules - 1)
+    tree = _node(draw, depth_max, budget, is_top=True, covered=False)
+    if all(module.layer is None for _, module in walk(tree)):
+        tree = replace(
+            tree, layer=draw(_layers(0, 5, low_precision=budget.low_precision)), unit=UnitSpec()
+        )
+    return _grouped(draw, tree)
+
+
+def _node(draw: Any, depth: int, budget: _Budget, *, is_top: bool, covered: bool) -> ModuleSpec:
+    """Draw a module; ``covered`` says that a unit lies above it."""
+    count = _child_count(draw, depth, budget, is_top=is_top)
+    has_layer = not draw(chance(65 if count else 8))
+    is_unit = draw(chance(60 if is_top or not covered else 45)) or (has_layer and not covered)
+    below = covered or is_unit
+    children = tuple(
+        _node(draw, depth - 1, budget, is_top=False, covered=below) for _ in range(count)
+    )
+    return ModuleSpec(
+        layer=draw(_layers(0, 5, low_precision=budget.low_precision)) if has_layer else None,
+        unit=UnitSpec() if is_unit else None,
+        children=children,
+        join="sum" if count > 1 and draw(chance(25)) else "chain",
+        checkpoint=_checkpoint(draw) if not is_top else "none",
+        output=draw(st.sampled_from(_OUTPUTS)) if draw(chance(10)) else "tensor",
+    )
+
+
+def _child_count(draw: Any, depth: int, budget: _Budget, *, is_top: bool) -> int:
+    most = min(budget.children_max, budget.modules) if depth > 0 else 0
+    if most == 0 or (not is_top and not draw(chance(45))):
+        return 0
+    count: int = draw(st.integers(0, most))
+    budget.modules -= count
+    return count
+
+
+def _checkpoint(draw: Any) -> Any:
+    return draw(st.sampled_from(("non_reentrant", "reentrant"))) if draw(chance(14)) else "none"
+
+
+def _grouped(draw: Any, tree: ModuleSpec) -> ModuleSpec:
+    """Make one unit of the first and the last child of some module, if both are units."""
+    if not draw(chance(30)):
+        return tree
+    children = tuple(_grouped_inside(child, str(n)) for n, child in enumerate(tree.children))
+    return _joined(replace(tree, children=children), "g")
+
+
+def _grouped_inside(module: ModuleSpec, name: str) -> ModuleSpec:
+    children = tuple(
+        _grouped_inside(child, f"{name}.{n}") for n, child in enumerate(module.children)
+    )
+    return _joined(replace(module, children=children), f"g{name}")
+
+
+def _joined(module: ModuleSpec, group: str) -> ModuleSpec:
+    """Return ``module`` with its outermost two children that are units made one unit."""
+    marked = [n for n, child in enumerate(module.children) if child.unit is not None]
+    if len(marked) < 2:
+        return module
+    ends = {marked[0], marked[-1]}
+    children = tuple(
+        replace(child, unit=replace(child.unit, group=group)) if n in ends and child.unit else child
+        for n, child in enumerate(module.children)
+    )
+    return replace(module, children=children)
