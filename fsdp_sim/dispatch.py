@@ -84,7 +84,7 @@ class RankMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.machine = machine
 
     @classmethod
@@ -96,9 +96,7 @@ class RankMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one call."""
         if types and patches.is_python_subclass(types):
             if any(kind.__name__ == "FakeTensor" for kind in types):
@@ -116,34 +114,27 @@ _OPERATORS: dict[int, Operator] = {}
 
 def classify(func: Any) -> Operator:
     """Return what is known of an operator."""
-    if isinstance(func, torch._ops.HigherOrderOperator):
+    if patches.is_higher_order(func):
         return Operator(func.name(), (), {}, _run_higher_order)
-    schema = func._schema
-    name = func._opname
-    hidden = HIDDEN_WRITES.get(name, ())
-    writes = {
-        arg.name: (arg.alias_info is not None and arg.alias_info.is_write) or arg.name in hidden
-        for arg in schema.arguments
-    }
-    full_name = name if func._overloadname in ("default", "") else f"{name}.{func._overloadname}"
-    handle = _handler_of(func, name, any(writes.values()))
-    return Operator(full_name, tuple(writes.values()), writes, handle)
+    schema = patches.schema_of(func)
+    hidden = HIDDEN_WRITES.get(schema.name, ())
+    writes = {name: write or name in hidden for name, write in schema.writes.items()}
+    return Operator(schema.full_name, tuple(writes.values()), writes, _handler_of(schema, writes))
 
 
-def _handler_of(func: Any, name: str, has_writes: bool) -> Handler:
-    namespace = func.namespace
-    if namespace == "c10d":
+def _handler_of(schema: patches.Schema, writes: dict[str, bool]) -> Handler:
+    name = schema.name
+    if schema.namespace == "c10d":
         return _run_collective
-    if namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
+    if schema.namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
         return _run_untouched if name.startswith(("wait_tensor", "_wrap")) else _run_functional
-    if namespace == "profiler":
+    if schema.namespace == "profiler":
         return _run_untouched
     if name == "lift_fresh":
         return _run_lift
     if name in HOST_READS:
         return _run_host_read
-    returns_alias = any(result.alias_info is not None for result in func._schema.returns)
-    if name in VIEWS or (returns_alias and not has_writes):
+    if name in VIEWS or (schema.returns_alias and not any(writes.values())):
         return _run_untouched
     return _run_op
 
@@ -214,7 +205,7 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
         record = memory.born(tensor, source=source)
         if not any(record is known for known in records):
             records.append(record)
-            accesses.append(access_of(tensor, record.ordinal, True))
+            accesses.append(access_of(tensor, record.ordinal, write=True))
     machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses), source=source)
     return out
 
@@ -235,10 +226,11 @@ def _read_arguments(
     records: list[StorageRecord] = []
     for value, write in zip(args, operator.writes, strict=False):
         if value.__class__ is Tensor or isinstance(value, (Tensor, list, tuple)):
-            _note(machine, operator, value, write, accesses, records)
+            _note(machine, operator, value, accesses, records, write=write)
     for name, value in kwargs.items():
         if isinstance(value, (Tensor, list, tuple)):
-            _note(machine, operator, value, operator.writes_by_name[name], accesses, records)
+            write = operator.writes_by_name[name]
+            _note(machine, operator, value, accesses, records, write=write)
     return accesses, records
 
 
@@ -246,19 +238,20 @@ def _note(
     machine: Machine,
     operator: Operator,
     value: Any,
-    write: bool,
     accesses: list[Access],
     records: list[StorageRecord],
+    *,
+    write: bool,
 ) -> None:
     if not isinstance(value, Tensor):
         for item in value:
             if isinstance(item, Tensor):
-                _note(machine, operator, item, write, accesses, records)
+                _note(machine, operator, item, accesses, records, write=write)
         return
     if patches.device_of(value).type != "cpu" or value.layout is not torch.strided:
         return
     record = machine.memory.record_of(value)
-    access = access_of(value, record.ordinal, write)
+    access = access_of(value, record.ordinal, write=write)
     if record.pending:
         await_values(machine, record, access, operator.name)
     records.append(record)

@@ -129,7 +129,7 @@ def _attempt(
         report = simulate(fn, world_size, strict=True, **how, **options)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever a rank raises is an outcome of its schedule
+    except Exception as error:
         line = getattr(error, "schedule", None)
         if line is None:
             raise

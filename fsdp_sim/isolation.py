@@ -19,17 +19,17 @@ class Slot(NamedTuple):
 
     name: str
     save: Callable[[], Any]
-    restore: Callable[[Any], None]
+    restore: Callable[[Any], Any]
 
 
 def _numpy_save() -> Any:
     numpy_random = sys.modules.get("numpy.random")
-    return numpy_random.get_bit_generator() if numpy_random is not None else None  # type: ignore[attr-defined]
+    return numpy_random.get_bit_generator() if numpy_random is not None else None
 
 
 def _numpy_restore(value: Any) -> None:
     if value is not None:
-        sys.modules["numpy.random"].set_bit_generator(value)  # type: ignore[attr-defined]
+        sys.modules["numpy.random"].set_bit_generator(value)
 
 
 def _random_save() -> Any:

@@ -207,7 +207,7 @@ def _is_plumbing(file: str) -> bool:
 
 def caller() -> Source | None:
     """Return the innermost source line that is neither the simulator's nor PyTorch's plumbing."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  the only way to the caller's line
     while frame is not None:
         code = frame.f_code
         plumbing = _IS_PLUMBING.get(code)

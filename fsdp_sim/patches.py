@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class Patches:
 # ---------------------------------------------------------------------- per-process state (isolation)
 
 get_rng_state = torch.default_generator.get_state
-set_rng_state = torch.default_generator.set_state
+set_rng_state: Callable[[Any], Any] = torch.default_generator.set_state
 get_default_dtype = torch.get_default_dtype
 set_default_dtype = torch.set_default_dtype
 
@@ -131,7 +131,7 @@ class RankC10dWorld(c10d._World):
 # ---------------------------------------------------------------------- process groups
 
 
-def _make_group(options: Any, backend_options: Any) -> Any:
+def _make_group(options: Any, _: Any) -> Any:
     return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
 
 
@@ -177,7 +177,7 @@ def drop_groups() -> None:
 def premultiplier_of(options: Any) -> Any:
     """Return the factor of a premultiplied sum, which the dispatched op no longer shows."""
     reduce_op = getattr(options, "reduceOp", None)
-    if reduce_op is not None and reduce_op.op == ReduceOp.RedOpType.PREMUL_SUM:
+    if reduce_op is not None and reduce_op.op.name == "PREMUL_SUM":
         return reduce_op.factor
     return None
 
@@ -204,7 +204,7 @@ def current_autograd_node() -> Any:
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` on the caller's stream when the backward that runs now has finished."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_python_subclass(types: tuple[type, ...]) -> bool:
@@ -215,18 +215,23 @@ def is_python_subclass(types: tuple[type, ...]) -> bool:
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
+def _isolate_threads(isolate: bool) -> None:  # noqa: FBT001  positional in C++
+    """Give each thread a registry of groups of its own, or one to all."""
+    getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")(isolate)  # noqa: B009  untyped
+
+
 @contextmanager
 def process_wide() -> Iterator[Patches]:
     """Hold the process-wide switches of a world, and undo every replacement at its end."""
     patches = Patches()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    patches.on_exit(lambda: torch._C._distributed_c10d._set_thread_isolation_mode(False))
+    _isolate_threads(True)  # noqa: FBT003
+    patches.on_exit(lambda: _isolate_threads(False))  # noqa: FBT003
     if gc.isenabled():
         gc.collect()
         gc.disable()
         patches.on_exit(gc.enable)
     patches.replace(sys, "excepthook", sys.excepthook)  # init_process_group wraps it for each rank
-    patches.replace(torch.autograd.profiler, "_is_profiler_enabled", True)
+    patches.replace(torch.autograd.profiler, "_is_profiler_enabled", value=True)
     patches.replace(FakeProcessGroup, "supports_coalescing", property(lambda _: True))
     for name, value in zip(_DISPATCH_FLAGS, get_dispatch_flags(), strict=True):
         if value is not MISSING:
@@ -238,7 +243,7 @@ def process_wide() -> Iterator[Patches]:
 
 
 original_resize = torch.UntypedStorage.resize_
-device_of = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+device_of = torch._C.TensorBase.device.__get__
 """A tensor's real device, whatever ``Tensor.device`` has been replaced by."""
 
 
@@ -268,3 +273,49 @@ def seed_everything(seed: int) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.set_bit_generator(numpy_random.MT19937(seed))
+
+
+class Schema(NamedTuple):
+    """What an operator says of itself.
+
+    Attributes:
+        namespace: "aten", "c10d", ...
+        name: without namespace and overload.
+        full_name: with the overload, unless it is the default.
+        writes: for each argument by name, whether it is written; in the order of the arguments.
+        returns_alias: some result shares memory with an argument.
+        result_count: number of results.
+    """
+
+    namespace: str
+    name: str
+    full_name: str
+    writes: dict[str, bool]
+    returns_alias: bool
+    result_count: int
+
+
+def is_higher_order(func: Any) -> bool:
+    """Whether it is an operator that takes functions, which has no schema of this kind."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
+def schema_of(func: Any) -> Schema:
+    """Return what a plain operator says of itself."""
+    name, overload = func._opname, func._overloadname
+    writes = {
+        arg.name: arg.alias_info is not None and arg.alias_info.is_write
+        for arg in func._schema.arguments
+    }
+    aliases = any(result.alias_info is not None for result in func._schema.returns)
+    full_name = name if overload in ("default", "") else f"{name}.{overload}"
+    return Schema(func.namespace, name, full_name, writes, aliases, len(func._schema.returns))
+
+
+def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return all arguments by name; the dispatcher strips those that equal their default."""
+    schema = func._schema.arguments
+    named = {arg.name: arg.default_value for arg in schema[len(args) :]}
+    named.update(zip((arg.name for arg in schema), args, strict=False))
+    named.update(kwargs)
+    return named

@@ -20,7 +20,7 @@ from fsdp_sim.collectives import COLLECTIVES, Meaning
 from fsdp_sim.machine import Machine
 from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Call, Kind, Source
-from fsdp_sim.streams import Stream, set_stream
+from fsdp_sim.streams import Stream, new_stream, set_stream
 from fsdp_sim.tensors import access_of, overlaps
 from fsdp_sim.world import Rank
 
@@ -251,7 +251,7 @@ class WorkFuture(Future):  # type: ignore[type-arg]
     def then(self, callback: Any) -> Any:
         """Run ``callback`` on a stream of its own, after the work; return its Future."""
         machine = self.machine
-        stream: Stream = torch.cpu.Stream(role="future.then")  # type: ignore[call-arg,assignment]
+        stream = new_stream("future.then")
         chained = WorkFuture()
         chained.machine = machine
         outer = machine.stream
@@ -410,7 +410,7 @@ def _run_on_stream(
     for tensors, write in ((meaning.inputs, False), (meaning.outputs, True)):
         for tensor in tensors:
             record = machine.memory.record_of(tensor)
-            access = access_of(tensor, record.ordinal, write)
+            access = access_of(tensor, record.ordinal, write=write)
             if access.lo == access.hi:
                 continue
             accesses.append(access)
@@ -482,7 +482,7 @@ def own_stream(machine: Machine, role: str) -> Stream:
     """Return the stream that a group, or a pair of its ranks, has for itself."""
     stream = machine.group_streams.get(role)
     if stream is None:
-        stream = machine.group_streams[role] = torch.cpu.Stream(role=role)
+        stream = machine.group_streams[role] = new_stream(role)
     return stream
 
 

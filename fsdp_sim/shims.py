@@ -51,7 +51,7 @@ def _read_by_host(tensor: Any, name: str) -> None:
         return
     record = machine.memory.record_of(tensor)
     if not record.is_host:
-        host_read(machine, name, (access_of(tensor, record.ordinal, False),))
+        host_read(machine, name, (access_of(tensor, record.ordinal, write=False),))
 
 
 def _reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import machine as machines
 from fsdp_sim import patches, shims
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.checkers import liveness
@@ -22,9 +21,9 @@ from fsdp_sim.errors import (
 from fsdp_sim.isolation import HostState
 from fsdp_sim.machine import LOCAL, Machine
 from fsdp_sim.process_group import Meeting, Pending
-from fsdp_sim.schedule import Schedule
 from fsdp_sim.scheduler import Recorder, Scheduler
 from fsdp_sim.store import Key, WorldStore
+from fsdp_sim.streams import new_stream
 from fsdp_sim.trace import Trace
 from fsdp_sim.world import Rank, RankState, World
 
@@ -148,7 +147,7 @@ class Simulation:
     def _body(self, rank: Rank) -> Any:
         machine = self.machines[rank.index]
         LOCAL.rank = machine
-        machine.default_stream = machine.stream = torch.cpu.Stream(role="default")
+        machine.default_stream = machine.stream = new_stream("default")
         try:
             with torch.autograd.set_multithreading_enabled(False), RankMode(machine):
                 patches.start_default_group(rank.index, self.settings.world_size, self.store)
@@ -224,17 +223,19 @@ def _part(part: Pending, index_of: dict[Any, int]) -> liveness.Part:
 def _stand(rank: Rank, index_of: dict[Any, int]) -> liveness.Stand:
     if rank.state is RankState.ENDED:
         how = f"ended with {rank.error!r}" if rank.error is not None else "has ended"
-        return liveness.Stand(rank.index, True, False, (), how)
+        return liveness.Stand(
+            rank.index, is_ended=True, is_host_wait=False, waits_for=(), describe=how
+        )
     wait = rank.wait
     assert wait is not None
     keys = [need if isinstance(need, Key) else need.meeting for need in wait.needs]
     sites = "; ".join(_site(need) for need in wait.needs)
     return liveness.Stand(
         rank.index,
-        False,
-        wait.is_host_wait,
-        tuple(index_of[key] for key in keys),
-        f"waits ({wait.reason}) for {sites}",
+        is_ended=False,
+        is_host_wait=wait.is_host_wait,
+        waits_for=tuple(index_of[key] for key in keys),
+        describe=f"waits ({wait.reason}) for {sites}",
     )
 
 

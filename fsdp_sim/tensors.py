@@ -5,10 +5,10 @@ from torch import Tensor
 from fsdp_sim.op import Access
 
 
-def access_of(tensor: Tensor, storage: int, write: bool) -> Access:
+def access_of(tensor: Tensor, storage: int, *, write: bool) -> Access:
     """Return the access that reads or writes all of ``tensor``."""
     itemsize = tensor.element_size()
-    lo = tensor.storage_offset() * itemsize
+    lo = int(tensor.storage_offset()) * itemsize
     numel = tensor.numel()
     if tensor.is_contiguous() or numel == 0:
         return Access(storage, lo, lo + numel * itemsize, write)

@@ -6,12 +6,13 @@ from typing import Any, NoReturn
 from fsdp_sim import checkers as checkers_
 from fsdp_sim.errors import FINDING_KINDS, ConfigError, Diverged, Finding, SimulationError
 from fsdp_sim.schedule import RANKS_MAX, Schedule
-from fsdp_sim.scheduler import STEPS_DEFAULT, Misfit, Replay, Scheduler, make
+from fsdp_sim.scheduler import Misfit, Replay, Scheduler, make
+from fsdp_sim.scheduler.pct import STEPS_DEFAULT
 from fsdp_sim.simulation import Report, Settings, Simulation
 from fsdp_sim.world import STEP_LIMIT_DEFAULT
 
 
-def simulate(
+def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     fn: Callable[..., Any],
     world_size: int = 4,
     *,
@@ -97,7 +98,9 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
         scheduler=chooser,
         knobs=plan.knobs,
         checkers=checkers_.make(options.pop("checkers", tuple(checkers_.CHECKERS))),
-        **{name: options.pop(name) for name in ("step_limit", "trace", "poison") if name in options},
+        **{
+            name: options.pop(name) for name in ("step_limit", "trace", "poison") if name in options
+        },
     )
     args = options.pop("args", ())
     if options:
@@ -153,7 +156,9 @@ def _raise_if_wrong(simulation: Simulation, report: Report, *, strict: bool) -> 
         raise _with_facts(stop, report)
     if strict and report.findings:
         finding = report.findings[0]
-        raise _with_facts(FINDING_KINDS[finding.kind](_message(finding, report), finding=finding), report)
+        raise _with_facts(
+            FINDING_KINDS[finding.kind](_message(finding, report), finding=finding), report
+        )
 
 
 def _message(finding: Finding, report: Report) -> str:
@@ -170,7 +175,7 @@ def _with_facts(error: SimulationError, report: Report) -> SimulationError:
 def _raise_rank_error(simulation: Simulation, report: Report) -> NoReturn:
     """Raise the first exception that a rank's program ended with, as itself."""
     ranks = [simulation.world.ranks[index] for index in report.errors]
-    first = min(ranks, key=lambda rank: (rank.order_of_error or 0))
+    first = min(ranks, key=lambda rank: rank.order_of_error or 0)
     error = first.error
     assert error is not None
     others = [rank.index for rank in ranks if rank is not first]

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn, Protocol
@@ -143,7 +144,9 @@ class World:
         """Decide a yes/no question; no is the default."""
         return bool(self._decide(kind, running, (0, 1), 0))
 
-    def _decide(self, kind: str, running: int | None, options: tuple[int, ...], default: int) -> int:
+    def _decide(
+        self, kind: str, running: int | None, options: tuple[int, ...], default: int
+    ) -> int:
         if self.step >= self.step_limit:
             self.stop(
                 StepLimit(
@@ -198,10 +201,8 @@ class World:
             task.start(lambda rank=rank: self._main(rank))  # type: ignore[misc]
         self._home_state.save()
         first = self.ranks[0]
-        try:
+        with suppress(Unwind):
             first = self.choose_rank("start", None)
-        except Unwind:
-            pass
         self._hand(None, first)
         self._come_home()
         for rank in self.ranks:
@@ -227,7 +228,7 @@ class World:
                 rank.result = self.body(rank)
         except Unwind:
             pass
-        except BaseException as error:  # noqa: BLE001  a rank may raise anything; it comes out as itself
+        except BaseException as error:
             rank.error, rank.order_of_error = error, self.handovers
         rank.state = RankState.ENDED
         if rank.index in self.runnable:
