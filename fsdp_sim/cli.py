@@ -6,7 +6,9 @@ could not be judged, which is neither clean nor a finding.
 
 import shlex
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -18,9 +20,11 @@ from fsdp_sim.report import report_text
 from fsdp_sim.script import Script
 
 if TYPE_CHECKING:
-    from fsdp_sim.verbs import Report
+    from fsdp_sim.simulation import Report
 
 FINDINGS, USAGE, NOT_SIMULATED = 1, 2, 3
+console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+
 SCRIPT_FIRST = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 ranks_option = click.option(
@@ -54,14 +58,12 @@ def run(
     arguments: tuple[str, ...],
 ) -> None:
     """Run SCRIPT once on each rank, and check the run."""
-    program = _load(script, arguments)
-    _judge(
-        program,
-        lambda: fsdp_sim.simulate(
-            program, ranks, scheduler=scheduler, seed=seed, strict=False, trace=trace is not None
-        ),
-        trace,
-    )
+    with _judging(script, arguments) as program:
+        keeps = trace is not None
+        report = fsdp_sim.simulate(
+            program, ranks, scheduler=scheduler, seed=seed, strict=False, trace=keeps
+        )
+        _conclude(program, report, trace)
 
 
 @main.command(context_settings=SCRIPT_FIRST)
@@ -72,17 +74,21 @@ def run(
 @script_argument
 @rest_argument
 def explore(
-    ranks: int, schedules: int, scheduler: str, seed: int, script: str, arguments: tuple[str, ...]
+    ranks: int,
+    schedules: int,
+    scheduler: str,
+    seed: int,
+    script: str,
+    arguments: tuple[str, ...],
 ) -> None:
     """Run SCRIPT under many schedules; show the first failure, made minimal."""
-    program = _load(script, arguments)
-    _judge(
-        program,
-        lambda: fsdp_sim.explore(
+    with _judging(script, arguments) as program:
+        search = fsdp_sim.explore(
             program, ranks, schedules=schedules, scheduler=scheduler, seed=seed, strict=False
-        ),
-        None,
-    )
+        )
+        console.print(search.summary())
+        if search.failure is not None:
+            raise search.failure
 
 
 @main.command(context_settings=SCRIPT_FIRST)
@@ -92,38 +98,34 @@ def explore(
 @rest_argument
 def replay(trace: str | None, schedule: str, script: str, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT again as SCHEDULE says, such as 'v1;w4;17>2'."""
-    program = _load(script, arguments)
-    _judge(
-        program,
-        lambda: fsdp_sim.replay(program, schedule, strict=False, trace=trace is not None),
-        trace,
-    )
+    with _judging(script, arguments) as program:
+        report = fsdp_sim.replay(program, schedule, strict=False, trace=trace is not None)
+        _conclude(program, report, trace)
 
 
-def _load(script: str, arguments: tuple[str, ...]) -> Script:
+@contextmanager
+def _judging(path: str, arguments: tuple[str, ...]) -> Iterator[Script]:
+    """Give the script to run; what the body raises is printed and becomes the exit status."""
     try:
-        return Script(script, arguments)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from error
-
-
-def _judge(program: Script, simulate: Callable[[], "Report"], trace: str | None) -> None:
-    """Run, print what was found, and leave with the exit status that says so."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    try:
+        program = Script(path, arguments)
         with program.importing():
-            report = simulate()
+            yield program
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    except FindingError as error:
-        report = error.report
     except RunError as error:
         console.print(f"not simulated: {error}")
         sys.exit(NOT_SIMULATED)
-    replay_line = shlex.join(
-        ["fsdp-sim", "replay", str(report.schedule), program.path, *program.arguments]
-    )
-    console.print(report_text(report, replay=replay_line))
+    except FindingError as error:
+        _conclude(program, error.report, None)
+    except Exception:
+        console.print(traceback.format_exc())
+        sys.exit(FINDINGS)
+
+
+def _conclude(program: Script, report: "Report", trace: str | None) -> None:
+    """Print what was found, write the timeline, and leave with the exit status that says so."""
+    line = shlex.join(["fsdp-sim", "replay", report.schedule, program.path, *program.arguments])
+    console.print(report_text(report, replay=line))
     if trace is not None:
         report.trace.to_chrome(trace)
         console.print(f"timeline: {trace}")

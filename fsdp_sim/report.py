@@ -8,7 +8,7 @@ from fsdp_sim.errors import Finding, OpSite
 from fsdp_sim.op import Source
 
 if TYPE_CHECKING:
-    from fsdp_sim.verbs import Report
+    from fsdp_sim.simulation import Report
 
 
 def shorten(file: str) -> str:
@@ -54,7 +54,7 @@ def report_text(report: "Report", *, replay: str) -> str:
     """
     parts = [finding_text(finding) for finding in (*report.findings, *report.notices)]
     if report.findings:
-        parts.append(f"replay with: {replay}")
+        parts.append(f"replay with: {replay}\ndigest: {report.trace.digest}")
     else:
-        parts.append(f"clean: {report.schedule} has no findings")
+        parts.append(f"clean: schedule {report.schedule}, digest {report.trace.digest}")
     return "\n\n".join(parts)

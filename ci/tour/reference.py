@@ -19,21 +19,20 @@ def gradients_of(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
 
 
 def train_in_turn(
-    options: argparse.Namespace, world_size: int
-) -> Iterator[tuple[float, dict[str, Tensor]]]:
-    """Train with each rank's batch in turn; yield each step's mean loss and the weights after it.
+    model: nn.Module, options: argparse.Namespace, world_size: int
+) -> Iterator[float]:
+    """Train a model with each rank's batch in turn, and yield the mean loss of each step.
 
     Gradients are added in rank order and divided once, as the simulated reduction does, so the result
     is the sharded one to the last bit.
     """
-    model = make_model(options)
     optimizer = make_optimizer(model, options)
     for of_ranks in zip(*(batches(options, rank, CPU) for rank in range(world_size)), strict=True):
         losses, gradients = zip(*(gradients_of(model, batch) for batch in of_ranks), strict=True)
         for parameter, parts in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
             parameter.grad = reduce(torch.add, parts) / world_size
         optimizer.step()
-        yield torch.stack(losses).mean().item(), model.state_dict()
+        yield torch.stack(losses).mean().item()
 
 
 def train_at_once(options: argparse.Namespace, world_size: int) -> Iterator[float]:

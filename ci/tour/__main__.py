@@ -1,0 +1,154 @@
+"""Train sharded on simulated ranks, compare with the unsharded run, catch two bugs, draw a timeline."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+import fsdp_sim
+from ci.tour import bugs
+from ci.tour.figures import step_figures
+from ci.tour.reference import train_at_once, train_in_turn
+from ci.tour.simulated import Trained, train_on_rank
+from examples.train_lm import make_model, parse
+from fsdp_sim.picture import draw
+from fsdp_sim.report import report_text
+
+RANKS = 4
+STEPS = 24
+OUTPUT = Path("out")
+KIB = 1024
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def main() -> int:
+    """Run the whole demo; return 0 only when everything is as promised."""
+    torch.set_num_threads(1)
+    OUTPUT.mkdir(exist_ok=True)
+    options = parse(["--steps", str(STEPS)])
+    console.rule("[bold]1  one model, trained sharded and unsharded")
+    report, losses, weights, at_once = train_everywhere(options)
+    promises = [
+        show_losses(report.results[0], losses, weights, at_once),
+        show_figures(report),
+    ]
+    console.rule("[bold]2  a stream wait removed from the runtime")
+    promises.append(show_missing_wait())
+    console.rule("[bold]3  an order of collectives that depends on a query")
+    promises.append(show_order_by_query())
+    console.rule("[bold]4  a timeline")
+    show_timeline(report)
+    return 0 if all(promises) else 1
+
+
+def train_everywhere(
+    options: argparse.Namespace,
+) -> tuple[fsdp_sim.Report, list[float], dict[str, Tensor], list[float]]:
+    """Train on simulated ranks, unsharded in turn, and unsharded at once, behind a progress bar."""
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        sharded = progress.add_task(f"sharded, {RANKS} simulated ranks", total=STEPS)
+        report = fsdp_sim.simulate(
+            train_on_rank, RANKS, args=(options, lambda: progress.advance(sharded)), trace=True
+        )
+        unsharded = progress.add_task("unsharded, each rank's batch in turn", total=STEPS)
+        model, losses = make_model(options), list[float]()
+        for loss in train_in_turn(model, options, RANKS):
+            losses.append(loss)
+            progress.advance(unsharded)
+        whole = progress.add_task("unsharded, all batches at once", total=STEPS)
+        at_once = list[float]()
+        for loss in train_at_once(options, RANKS):
+            at_once.append(loss)
+            progress.advance(whole)
+    return report, losses, dict(model.named_parameters()), at_once
+
+
+def show_losses(
+    sharded: Trained, losses: list[float], weights: dict[str, Tensor], at_once: list[float]
+) -> bool:
+    """Print the losses side by side; return whether losses and weights are equal bit for bit."""
+    table = Table("step", "sharded", "unsharded", "bits", "whole batch at once", "difference")
+    for step, (mine, theirs, whole) in enumerate(zip(sharded.losses, losses, at_once, strict=True)):
+        bits = "equal" if mine == theirs else "[red]differ[/]"
+        table.add_row(
+            str(step), mine.hex(), theirs.hex(), bits, f"{whole:.6f}", f"{whole - theirs:+.1e}"
+        )
+    console.print(table)
+    unequal = [
+        name for name, weight in weights.items() if not torch.equal(weight, sharded.weights[name])
+    ]
+    console.print(
+        f"losses fell from {losses[0]:.3f} to {losses[-1]:.3f}; "
+        f"of {len(weights)} weights {len(unequal)} differ in any bit"
+    )
+    return sharded.losses == losses and not unequal
+
+
+def show_figures(report: fsdp_sim.Report) -> bool:
+    """Print what the runtime did in each step; return whether nothing was found wrong."""
+    of_ranks = [step_figures(report.trace.ops, rank) for rank in range(RANKS)]
+    peaks = [f"rank {rank}: peak KiB" for rank in range(RANKS)]
+    table = Table("step", "all-gathers", "reduce-scatters", "issued ahead", *peaks)
+    for step, of_rank in enumerate(zip(*of_ranks, strict=True)):
+        first = of_rank[0]
+        memory = [f"{figures.peak_full_nbytes / KIB:.0f}" for figures in of_rank]
+        table.add_row(
+            *map(str, (step, first.all_gathers, first.reduce_scatters, first.ahead)), *memory
+        )
+    console.print(table)
+    console.print("issued ahead: collectives issued before compute that they overlap (rank 0)")
+    console.print("peak: bytes of full parameters that were allocated at once")
+    console.print(f"findings: {len(report.findings) or 'none'}")
+    return not report.findings
+
+
+def show_missing_wait() -> bool:
+    """Show that the default schedule finds a missing wait; return whether it did."""
+    report = bugs.run_in_order(bugs.MISSING_WAIT)
+    show_report(report, bugs.MISSING_WAIT)
+    return bool(report.findings)
+
+
+def show_order_by_query() -> bool:
+    """Show what only another schedule finds, and its replay; return whether all is as promised."""
+    first = bugs.run_in_order(bugs.ORDER_BY_QUERY)
+    console.print(f"default schedule {first.schedule}: {len(first.findings) or 'no'} findings")
+    found = bugs.explore(bugs.ORDER_BY_QUERY)
+    show_report(found, bugs.ORDER_BY_QUERY)
+    if first.findings or not found.findings:
+        return False
+    command = bugs.replay_command(bugs.ORDER_BY_QUERY, found.schedule)
+    console.print(f"\n$ PYTHONHASHSEED={bugs.OTHER_HASH_SEED} {shlex.join(command)}")
+    output = bugs.replay_elsewhere(command)
+    is_same = found.trace.digest in output
+    console.print(f"digest here: {found.trace.digest}; there: {'the same' if is_same else output}")
+    return is_same
+
+
+def show_report(report: fsdp_sim.Report, script: str) -> None:
+    """Print findings and how to replay them."""
+    line = shlex.join(bugs.replay_command(script, report.schedule))
+    console.print(report_text(report, replay=line), markup=False)
+
+
+def show_timeline(report: fsdp_sim.Report) -> None:
+    """Write the timeline of the training and a picture of it, and say where they are."""
+    timeline, picture = OUTPUT / "timeline.json", OUTPUT / "timeline.png"
+    report.trace.to_chrome(timeline)
+    draw(report.trace.ops, range(RANKS), picture)
+    console.print(f"timeline (open it in Perfetto): {timeline}")
+    console.print(
+        f"picture of a gather, the compute it overlaps, the wait that joins them: {picture}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""The command line: what it prints, what it leaves with, and that a replay line replays."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from fsdp_sim.cli import main
+
+CLEAN = """
+import os, sys, torch, torch.distributed as dist
+total = torch.ones(2)
+dist.all_reduce(total)
+print(os.environ["RANK"], sys.argv[1:], __name__, total.tolist())
+"""
+RACE = """
+import torch, torch.distributed as dist
+x, side = torch.ones(2), torch.cpu.Stream()
+side.wait_stream(torch.cpu.current_stream())
+with torch.cpu.stream(side):
+    dist.all_reduce(x)
+x.sum()
+"""
+BY_QUERY = str(Path(__file__).parents[2] / "examples" / "bugs" / "order_by_query.py")
+REPLAY = re.compile(r"^replay with: (fsdp-sim replay .*)$", re.MULTILINE)
+DIGEST = re.compile(r"digest:? (\w{32})")
+
+
+def invoke(*arguments: str) -> Result:
+    """Run a command line in this process."""
+    return CliRunner().invoke(main, list(arguments))
+
+
+def script(folder: Path, text: str) -> str:
+    """Write a script and return its path."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_run_gives_each_rank_its_environment_and_arguments(tmp_path: Path) -> None:
+    """A script sees what torchrun would have shown it."""
+    result = invoke("run", "--ranks", "2", script(tmp_path, CLEAN), "--lr", "1")
+
+    assert result.stdout.splitlines() == [
+        "0 ['--lr', '1'] __main__ [2.0, 2.0]",
+        "1 ['--lr', '1'] __main__ [2.0, 2.0]",
+    ]
+
+
+def test_a_clean_run_leaves_with_0_and_says_so(tmp_path: Path) -> None:
+    """The last line names the schedule and the digest."""
+    result = invoke("run", "--ranks", "2", script(tmp_path, CLEAN))
+
+    assert result.exit_code == 0
+    assert re.fullmatch(r"clean: schedule v1;w2, digest \w{32}\n", result.stderr)
+
+
+def test_a_finding_leaves_with_1_and_shows_both_lines_of_code(tmp_path: Path) -> None:
+    """A report is enough to see the mistake."""
+    result = invoke("run", "--ranks", "2", script(tmp_path, RACE))
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Race: ")
+    assert "script.py:6  dist.all_reduce(x)" in result.stderr
+    assert "script.py:7  x.sum()" in result.stderr
+
+
+def test_a_scripts_own_failure_leaves_with_1_and_its_traceback(tmp_path: Path) -> None:
+    """A script that fails is not a finding, and not hidden."""
+    result = invoke("run", "--ranks", "1", script(tmp_path, "raise KeyError('lost')"))
+
+    assert result.exit_code == 1
+    assert "KeyError: 'lost'" in result.stderr
+
+
+@pytest.mark.parametrize(("status", "expected"), [("0", 0), ("None", 0), ("3", 1), ("'why'", 1)])
+def test_exit_of_a_script_is_its_success(tmp_path: Path, status: str, expected: int) -> None:
+    """`sys.exit` ends one rank's script, as it ends a process."""
+    result = invoke("run", "--ranks", "1", script(tmp_path, f"import sys; sys.exit({status})"))
+
+    assert result.exit_code == expected
+
+
+def test_exploration_finds_an_order_that_depends_on_a_query() -> None:
+    """Program order is clean; one deviation is enough."""
+    in_order, explored = (
+        invoke("run", "--ranks", "2", BY_QUERY),
+        invoke("explore", "--ranks", "2", BY_QUERY),
+    )
+
+    assert in_order.exit_code == 0, in_order.stderr
+    assert explored.exit_code == 1, explored.stderr
+    assert "CollectiveMismatch" in explored.stderr
+    assert REPLAY.findall(explored.stderr)[0].count(">") == 1
+
+
+def test_the_replay_line_replays_in_another_process_under_another_hash_seed() -> None:
+    """The line is all it takes, and the digest is the same."""
+    explored = invoke("explore", "--ranks", "2", BY_QUERY)
+    line = shlex.split(REPLAY.findall(explored.stderr)[0])
+    command = [sys.executable, "-m", "fsdp_sim.cli", *line[1:]]
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    replayed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert replayed.returncode == 1
+    assert DIGEST.findall(replayed.stderr) == DIGEST.findall(explored.stderr)
+
+
+def test_a_replay_that_does_not_fit_leaves_with_3(tmp_path: Path) -> None:
+    """It says at which step it left the recording, and never passes."""
+    result = invoke("replay", "v1;w2;99>1", script(tmp_path, CLEAN))
+
+    assert result.exit_code == 3
+    assert result.stderr.startswith("not simulated: step 99 wants 1, but the run ended before it")
+
+
+def test_trace_writes_a_timeline(tmp_path: Path) -> None:
+    """The file is where the command was told to put it."""
+    timeline = tmp_path / "timeline.json"
+    result = invoke("run", "--ranks", "2", "--trace", str(timeline), script(tmp_path, CLEAN))
+
+    assert result.exit_code == 0
+    assert '"traceEvents"' in timeline.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "missing.py"), "File 'missing.py' does not exist."),
+        (("run", "--ranks", "0", BY_QUERY), "0 is not in the range x>=1."),
+        (("run", "--scheduler", "luck", BY_QUERY), "scheduler must be one of program_order,"),
+        (
+            ("explore", "--scheduler", "luck", BY_QUERY),
+            "explore draws schedules with pct or uniform",
+        ),
+        (("replay", "v9;w2", BY_QUERY), "a schedule must be of version 1, got 'v9'"),
+        (("replay", "nonsense", BY_QUERY), "a schedule must begin with its version"),
+        (("mutate", "fsdp_core"), "'fsdp-sim mutate' is not built yet"),
+    ],
+)
+def test_wrong_usage_leaves_with_2(arguments: tuple[str, ...], message: str) -> None:
+    """Nothing is run, and the message says what was expected."""
+    result = invoke(*arguments)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_script_that_is_not_python_is_wrong_usage(tmp_path: Path) -> None:
+    """The syntax error is shown before any rank starts."""
+    result = invoke("run", script(tmp_path, "def :"))
+
+    assert result.exit_code == 2
+    assert "a script must be a file of Python code" in result.stderr
