@@ -41,10 +41,19 @@ def _warnings_restore(value: Any) -> None:
     patches.warnings_filters_changed()
 
 
+def _main_save() -> Any:
+    return sys.modules["__main__"], sys.argv
+
+
+def _main_restore(value: Any) -> None:
+    sys.modules["__main__"], sys.argv = value
+
+
 SLOTS: tuple[Slot, ...] = (
     Slot("torch random numbers", patches.get_rng_state, patches.set_rng_state),
     Slot("numpy random numbers", _numpy_save, _numpy_restore),
     Slot("Python random numbers", _random_save, random.setstate),
+    Slot("main module and its arguments", _main_save, _main_restore),
     Slot("environment variables", patches.get_environ, patches.set_environ),
     Slot("process groups", patches.get_c10d_world, patches.set_c10d_world),
     Slot("default dtype", patches.get_default_dtype, patches.set_default_dtype),

@@ -26,6 +26,14 @@ with torch.cpu.stream(side):
     dist.all_reduce(x)
 x.sum()
 """
+OWN_MAIN = """
+import pickle, sys, torch.distributed as dist
+class Mine: pass
+sys.argv = [str(dist.get_rank())]
+dist.barrier()
+assert type(pickle.loads(pickle.dumps(Mine()))) is Mine
+print(sys.argv)
+"""
 BY_QUERY = str(Path(__file__).parents[2] / "examples" / "bugs" / "order_by_query.py")
 REPLAY = re.compile(r"^replay with: (fsdp-sim replay .*)$", re.MULTILINE)
 DIGEST = re.compile(r"digest:? (\w{32})")
@@ -47,10 +55,18 @@ def test_run_gives_each_rank_its_environment_and_arguments(tmp_path: Path) -> No
     """A script sees what torchrun would have shown it."""
     result = invoke("run", "--ranks", "2", script(tmp_path, CLEAN), "--lr", "1")
 
-    assert result.stdout.splitlines() == [
+    assert sorted(result.stdout.splitlines()) == [
         "0 ['--lr', '1'] __main__ [2.0, 2.0]",
         "1 ['--lr', '1'] __main__ [2.0, 2.0]",
     ]
+
+
+def test_each_rank_is_a_main_module_of_its_own(tmp_path: Path) -> None:
+    """A script's own classes can be pickled, and what it does to its arguments is its own business."""
+    result = invoke("run", "--ranks", "2", script(tmp_path, OWN_MAIN))
+
+    assert result.exit_code == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["['0']", "['1']"]
 
 
 def test_a_clean_run_leaves_with_0_and_says_so(tmp_path: Path) -> None:
