@@ -22,7 +22,7 @@ from fsdp_core.layout_builder import (
     build_for_tensor_atomic,
 )
 from fsdp_core.placement import RowAtomic, TensorAtomic
-from tests.core.worlds import on_gloo_processes, on_simulated_ranks
+from tests.core.worlds import on_simulated_ranks
 
 R, S, AVG, SUM = Replicate(), Shard(0), Partial("avg"), Partial("sum")
 SHAPES = [(5, 4), (2, 6), (3,)]
@@ -183,12 +183,6 @@ def test_on_four_simulated_ranks(body: Callable[[int], None]) -> None:
 def test_on_one_simulated_rank(body: Callable[[int], None]) -> None:
     """The same collectives at world size 1."""
     on_simulated_ranks(body, 1)
-
-
-@pytest.mark.parametrize(("bodies", "world_size"), [(BODIES_OF_2, 2), (BODIES_OF_4, 4)])
-def test_on_gloo_processes(bodies: list[Callable[[int], None]], world_size: int) -> None:
-    """Real processes give the same values (all bodies in one set of them: they start slowly)."""
-    on_gloo_processes(bodies, world_size)
 
 
 @settings(max_examples=25)  # each example is a world
