@@ -106,7 +106,8 @@ class DBuffer:
 
     The data is `flat`, this rank's range of the layout. Collectives are issued on the current
     stream and end there: the host does not wait for them (gloo's does, having no streams).
-    Writing into a buffer never moves autograd's version counters: refilling is not a change.
+    What a buffer is given by another one (`cast`, `redistribute`) does not move autograd's version
+    counters, since refilling is no change; what comes from outside (`copy_from`) does.
 
     Attributes:
         flat: this rank's elements [numel of `held`].
@@ -324,7 +325,7 @@ class DBuffer:
             return
         source = tensor.detach().contiguous().view(-1)
         source = source.narrow(0, part.start - tensor_range.start, part.numel)
-        with preserve_version(self.flat), torch.no_grad():
+        with torch.no_grad():
             _part(self.flat, self.held, part).copy_(source)
 
     # -- the same elements, elsewhere --------------------------------------------------------

@@ -84,6 +84,8 @@ def reductions(shape: tuple[int, ...], rank: int) -> None:
                     )
                     out = contribution.view(target) if in_place else None
                     assert_holds(contribution.redistribute(target, out=out), make_tensors(factor))
+                    if not in_place and layout.has_equal_shard_sizes:
+                        assert_holds(contribution, make_tensors(rank + 1))
 
 
 def partly_reduced(rank: int) -> None:
@@ -444,6 +446,19 @@ def test_ten_rows_on_four_ranks_have_ten_rows_in_all() -> None:
     results = on_simulated_ranks(program, 4)
 
     assert results == [(torch.Size([10, 2]), rows) for rows in (3, 3, 3, 1)]
+
+
+def test_only_what_comes_from_outside_counts_as_a_change(mesh: DeviceMesh) -> None:
+    """Autograd's version counter moves with `copy_from`, not with `cast` and `redistribute`."""
+    buffer = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
+    out = DBuffer.empty(mesh, [R], buffer.layout, torch.float32)
+    version = out.flat._version
+
+    buffer.redistribute([R], out=out)
+    buffer.cast(torch.float32, out=out.view([S]))
+    assert out.flat._version == version
+    out.copy_from(0, make_tensors()[0])
+    assert out.flat._version > version
 
 
 def test_a_plan_is_made_once_for_each_pair_of_placements(mesh: DeviceMesh) -> None:
