@@ -147,9 +147,9 @@ def train(
 
 def mean_over_ranks(loss: Tensor) -> float:
     """Average a loss over all ranks: gathered, then added in one order on every backend."""
-    losses = loss.new_empty(dist.get_world_size())
-    dist.all_gather_into_tensor(losses, loss.reshape(1))
-    return losses.mean().item()
+    losses = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss)
+    return torch.stack(losses).mean().item()
 
 
 def start() -> torch.device:
