@@ -1,1 +1,71 @@
-"""A fully-sharded data-parallel runtime for PyTorch."""
+"""A fully-sharded data-parallel runtime for PyTorch.
+
+Reading order is import order; each file imports only from those below it.
+
+    fully_shard.py        fully_shard, fully_shard_context, microbatch: the entry points
+    checkpoint.py         distributed checkpoint save / load; chunk metadata of uneven shards
+    optimizer.py          fully_shard_optimizer: step on local shards, refresh compute weights
+    muon.py               orthogonalised optimizer computed by tensor owners
+    grad_norm.py          clip_grad_norm_ over sharded, replicated and expert gradients
+    hooks.py              module and autograd hooks: they call the verbs of module.py, decide nothing
+    module.py             FsdpModule: pre/post forward/backward, unshard, reshard, reduce
+    context.py            FsdpContext, PrefetchOrder: streams, roots, names, orders, completion
+    execution_order.py    ExecutionEvent, ExecutionOrder: weak, phase-tagged, one cursor (pure)
+    parameter_group.py    parameters that travel together, their buffers and representations
+    gather_scatter.py     packed point-to-point of owners
+    owner_planning.py     owner maps and plans (pure)
+    dbuffer.py            DBuffer: flat distributed buffer; placement changes become collectives
+    layout_builder.py     packing algorithms (pure)
+    layout.py             GlobalLayout, ranges (pure)
+    placement.py          RowAtomic, BlockAtomic, TensorAtomic, Placements
+    runtime_policy.py  schedule_policy.py  mixed_precision.py     frozen dataclasses
+    phase.py              RESTING, FORWARD, BACKWARD
+    device.py             streams, events, memory pools, annotations
+    torch_private.py      every private PyTorch name that fsdp_core uses, and which versions have it
+    errors.py             ConfigError, StateError
+"""
+
+from fsdp_core.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_core.context import FsdpContext, PrefetchOrder
+from fsdp_core.dbuffer import DBuffer
+from fsdp_core.errors import ConfigError, StateError
+from fsdp_core.execution_order import ExecutionEvent, ExecutionOrder
+from fsdp_core.fully_shard import fully_shard, fully_shard_context, microbatch
+from fsdp_core.grad_norm import clip_grad_norm_
+from fsdp_core.hooks import register_forward_method
+from fsdp_core.mixed_precision import MixedPrecisionPolicy
+from fsdp_core.module import FsdpModule
+from fsdp_core.muon import FsdpMuon
+from fsdp_core.optimizer import fully_shard_optimizer
+from fsdp_core.phase import Phase
+from fsdp_core.placement import BlockAtomic, Placements, RowAtomic, TensorAtomic
+from fsdp_core.runtime_policy import RuntimePolicy
+from fsdp_core.schedule_policy import SchedulePolicy
+
+__all__ = [
+    "BlockAtomic",
+    "ConfigError",
+    "DBuffer",
+    "ExecutionEvent",
+    "ExecutionOrder",
+    "FsdpContext",
+    "FsdpModule",
+    "FsdpMuon",
+    "MixedPrecisionPolicy",
+    "Phase",
+    "Placements",
+    "PrefetchOrder",
+    "RowAtomic",
+    "RuntimePolicy",
+    "SchedulePolicy",
+    "StateError",
+    "TensorAtomic",
+    "clip_grad_norm_",
+    "fully_shard",
+    "fully_shard_context",
+    "fully_shard_optimizer",
+    "load_checkpoint",
+    "microbatch",
+    "register_forward_method",
+    "save_checkpoint",
+]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
@@ -57,6 +57,16 @@ def preserve_version(tensor: Tensor) -> Iterator[None]:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor or a view of it was written in place."""
+    return tensor._version
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which a module holds its own parameters."""
+    return module._parameters
+
+
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
     from torch.distributed import _symmetric_memory
@@ -72,6 +82,11 @@ def profiler_is_enabled() -> bool:
 def in_graph_task() -> bool:
     """Whether this thread is inside a backward pass of the autograd engine."""
     return torch._C._current_graph_task_id() != -1
+
+
+def current_graph_task() -> int:
+    """Return the number of the backward pass that this thread runs, the innermost; -1 if none."""
+    return torch._C._current_graph_task_id()
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

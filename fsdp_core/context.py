@@ -1,0 +1,577 @@
+"""FsdpContext, PrefetchOrder: streams, roots, names, orders, completion.
+
+What concerns several units is decided here; what concerns one, in `module.py`. A context knows
+units only through the small protocol `Unit`.
+"""
+
+import warnings
+import weakref
+from collections.abc import Container, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp_core import device as accelerator
+from fsdp_core.device import Stream
+from fsdp_core.errors import ConfigError, StateError
+from fsdp_core.execution_order import ExecutionEvent, ExecutionOrder
+from fsdp_core.phase import Phase
+from fsdp_core.runtime_policy import RuntimePolicy
+from fsdp_core.torch_private import current_graph_task, in_graph_task, queue_backward_callback
+
+
+class PrefetchOrder(Enum):
+    """Where the order of prefetches comes from.
+
+    REGISTRATION  units run in the order of the module tree; a deviation is followed, with a warning
+    RECORDED      the first pass is recorded and repeated; a deviation is an error
+    """
+
+    REGISTRATION = "registration"
+    RECORDED = "recorded"
+
+
+class Unit(Protocol):
+    """What a context needs of a unit.
+
+    Attributes:
+        ref: the unit, weakly.
+        fqn: names of its modules relative to their roots.
+        modules: its modules, weakly; events carry the first.
+        enclosing: the units whose forward called this one, at its last use in backward.
+        full_numel: elements of its whole parameters.
+        positions: index in the registration order, for each phase.
+    """
+
+    ref: "weakref.ref[Any]"
+    fqn: str
+    modules: tuple["weakref.ref[nn.Module]", ...]
+    enclosing: tuple["weakref.ref[Any]", ...]
+    full_numel: int
+    positions: dict[Phase, int]
+
+    def prefetch(self) -> None:
+        """Gather the weights early, if they are not there."""
+
+    def leave_section(self) -> None:
+        """Reshard: backward has moved on; complete the unit if no use of it is still to come."""
+
+    def complete(self) -> None:
+        """Complete whatever is open: the backward pass is over."""
+
+    def retry(self) -> None:
+        """Complete if only an open unit inside this one was waited for."""
+
+    def end_forward(self) -> None:
+        """Reshard what waited for another module of the unit to run."""
+
+    def come_to_rest(self) -> None:
+        """Reshard if nobody uses the weights."""
+
+    def reset(self) -> None:
+        """Drop every trace of a broken pass."""
+
+    def parameters_without_grad(self) -> Iterable[str]:
+        """Return the names of trainable parameters without a sharded gradient."""
+
+
+@dataclass
+class ContextStats:
+    """What a context has done since its construction.
+
+    Attributes:
+        steps: completions of a backward pass.
+        gathers: all-gathers issued; a unit of several dtypes counts several.
+        reductions: gradient reductions issued, one for each group and window.
+        prefetches: units gathered early.
+        used_prefetches: of these, how many were then used.
+        unused_prefetches: of these, how many were resharded without a use.
+        on_demand_gathers: units gathered when they were needed.
+        full_nbytes: bytes of full weights now.
+        peak_full_nbytes: the highest value of `full_nbytes`.
+    """
+
+    steps: int = 0
+    gathers: int = 0
+    reductions: int = 0
+    prefetches: int = 0
+    used_prefetches: int = 0
+    unused_prefetches: int = 0
+    on_demand_gathers: int = 0
+    full_nbytes: int = 0
+    peak_full_nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward in progress.
+
+    Attributes:
+        unit: the unit.
+        module: which of its modules runs.
+        recomputing: it runs inside a backward pass.
+        scope: the open annotation.
+        exception: what was being handled when it began.
+    """
+
+    unit: Unit
+    module: nn.Module
+    recomputing: bool
+    scope: AbstractContextManager[Any]
+    exception: BaseException | None
+
+
+class FsdpContext:
+    """What the units of a training program share: streams, order of prefetches, completion.
+
+    It holds no module: deleting a model frees all of it while the context lives.
+
+    Attributes:
+        device: where units compute.
+        runtime_policy: the switches.
+        allgather_stream: gathers, and the memory of full weights.
+        inner_reduction_stream: gradient reductions, and the memory of gradient buffers.
+        outer_reduction_stream: the reduction that ends a window; the inner stream itself unless
+            `overlap_outer_communication`.
+        is_last_microbatch: whether a backward ends a window; set by `microbatch`.
+        use_symmetric_memory: as in the policy.
+        caller_managed_grad_sync: as in the policy.
+        execution_order: the events of one pass, and where this one is.
+        stats: what was done so far.
+        calls: forwards in progress, outermost first.
+        evaluating: the outermost forward was entered with gradients disabled.
+        graph_task: the backward pass that the context completes.
+        has_unwaited_reductions: no stream was put behind the last reductions yet.
+        parameter_to_owner: the rank that owns each whole parameter; None once finalized.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        runtime_policy: RuntimePolicy | None = None,
+        parameter_to_owner: dict[nn.Parameter, int] | None = None,
+        prefetch_order: PrefetchOrder = PrefetchOrder.REGISTRATION,
+    ) -> None:
+        self.device = _resolve_device(device)
+        self.runtime_policy = policy = runtime_policy or RuntimePolicy()
+        if prefetch_order is not PrefetchOrder.REGISTRATION:
+            msg = "prefetch_order=PrefetchOrder.RECORDED is not built yet"
+            raise NotImplementedError(msg)
+        if policy.use_symmetric_memory:
+            accelerator.check_symmetric_memory(self.device)
+        self._prefetch_order = prefetch_order
+        self.allgather_stream: Stream = accelerator.new_stream(self.device)
+        self.inner_reduction_stream: Stream = (
+            accelerator.new_stream(self.device)
+            if policy.overlap_allgather_reduction
+            else self.allgather_stream
+        )
+        self.outer_reduction_stream: Stream = (
+            accelerator.new_stream(self.device)
+            if policy.overlap_outer_communication
+            else self.inner_reduction_stream
+        )
+        self.is_last_microbatch = True
+        self.use_symmetric_memory = policy.use_symmetric_memory
+        self.caller_managed_grad_sync = policy.caller_managed_grad_sync
+        self.execution_order = ExecutionOrder()
+        self.stats = ContextStats()
+        self.calls: list[Call] = []
+        self.evaluating = False
+        self.graph_task = -1
+        self.has_unwaited_reductions = False
+        self.parameter_to_owner = parameter_to_owner
+        self._roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._module_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._post_backward_hook_registered = False
+        self._registered: dict[nn.Module, Unit] = {}
+        self._finalized = False
+        self._units: list[weakref.ref[Unit]] = []
+        self._unsharded: dict[weakref.ref[Unit], None] = {}
+        self._open: list[Unit] = []
+        self._deviation: tuple[str, str] | None = None
+        self._deviation_before: tuple[str, str] | None = None
+
+    # -- construction ------------------------------------------------------------------------
+
+    @property
+    def is_finalized(self) -> bool:
+        """Whether the construction scope has ended."""
+        return self._finalized
+
+    @property
+    def is_recording_execution_order(self) -> bool:
+        """Whether the present pass is the one that later passes must repeat."""
+        return False
+
+    def register_module(self, module: nn.Module, unit: Unit) -> None:
+        """Add a module of a unit: the last act of a successful `fully_shard`.
+
+        Raises:
+            StateError: the construction scope has ended.
+        """
+        if self._finalized:
+            msg = "units must be registered inside the construction scope, which has ended"
+            raise StateError(msg)
+        self._registered[module] = unit
+
+    def abandon(self) -> None:
+        """Let go of the units of a construction scope that raised: they can never run."""
+        self._registered.clear()
+
+    def finalize(self) -> None:
+        """Derive roots, names and both orders from the module trees; ends construction.
+
+        Raises:
+            StateError: called a second time.
+        """
+        if self._finalized:
+            msg = "a context is finalized once, when its construction scope ends; got a second call"
+            raise StateError(msg)
+        children: dict[nn.Module, None] = {}
+        for module in self._registered:
+            _collect_fsdp_children(module, self._registered, children)
+        roots = [module for module in self._registered if module not in children]
+        self._roots.update(dict.fromkeys(roots))
+        forward: dict[nn.Module, None] = {}
+        for root in roots:
+            self._name_modules(root, forward)
+        backward: dict[nn.Module, None] = {}
+        for root in reversed(roots):
+            _collect_backward_order(root, self._registered, backward)
+        self._name_units()
+        self._fill_order(Phase.FORWARD, forward)
+        self._fill_order(Phase.BACKWARD, backward)
+        self._registered.clear()
+        self.parameter_to_owner = None
+        self._finalized = True
+
+    def _name_modules(self, root: nn.Module, order: dict[nn.Module, None]) -> None:
+        for name, module in root.named_modules():
+            if module in self._registered and module not in order:
+                order[module] = None
+                self._module_names[module] = name
+
+    def _name_units(self) -> None:
+        """Tell each unit the names of its modules."""
+        units = dict.fromkeys(self._registered.values())
+        for unit in units:
+            modules = [ref() for ref in unit.modules]
+            names = [self._module_names[module] for module in modules if module is not None]
+            unit.fqn = "+".join(names)
+            self._units.append(unit.ref)
+
+    def _fill_order(self, phase: Phase, modules: Iterable[nn.Module]) -> None:
+        """Append one event for each unit, in the order of the first of its modules."""
+        for unit in dict.fromkeys(self._registered[module] for module in modules):
+            lead = unit.modules[0]()
+            assert lead is not None
+            unit.positions[phase] = len(self.execution_order)
+            self.execution_order.append(ExecutionEvent(lead, phase))
+
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether no unit of this context lies above a module's; False before `finalize`."""
+        return module in self._roots
+
+    def module_name(self, module: nn.Module) -> str:
+        """Return a unit's path relative to its root; a root's is empty.
+
+        Raises:
+            StateError: before `finalize`, or the module is no unit of this context.
+        """
+        self.ensure_finalized()
+        name = self._module_names.get(module)
+        if name is None:
+            msg = f"module_name needs a unit of this context, got a {type(module).__name__}"
+            raise StateError(msg)
+        return name
+
+    def ensure_finalized(self) -> None:
+        """Check that construction has ended.
+
+        Raises:
+            StateError: the construction scope is still open, or was left by an exception.
+        """
+        if not self._finalized:
+            msg = (
+                "a unit must not run inside the construction scope, or after one that raised; "
+                "leave `with fully_shard_context()` first"
+            )
+            raise StateError(msg)
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def current_stream(self) -> Stream:
+        """Return the stream that computes now."""
+        return accelerator.current_stream(self.device)
+
+    def begin_forward(self) -> None:
+        """Begin an outermost forward outside any backward pass.
+
+        Ordering:
+            The all-gather stream is put behind the current one, so behind the last writes of the
+            weights.
+        """
+        if self._post_backward_hook_registered and not in_graph_task():
+            warnings.warn(
+                "the last backward pass of this FsdpContext did not end; the context was reset "
+                "and all its gradients were dropped, since part of them may be missing",
+                stacklevel=2,
+            )
+            self.reset()
+        self.evaluating = not torch.is_grad_enabled()
+        # Edge 1: gathers read weights that the optimizer or an initialiser wrote on this stream.
+        accelerator.wait_stream(self.allgather_stream, self.current_stream())
+
+    def end_forward(self, *, failed: bool) -> None:
+        """End an outermost forward: what is left over from it comes to rest.
+
+        Prefetches of a training forward stay: backward may use them, and completion ends them.
+        """
+        for unit in self._living(self._unsharded):
+            unit.end_forward()
+            if failed or self.evaluating:
+                unit.come_to_rest()
+        self.evaluating = False
+
+    def note(self, unit: Unit, phase: Phase) -> None:
+        """Note that a unit enters a phase: the cursor moves behind this event."""
+        module = unit.modules[0]()
+        assert module is not None
+        if not self.execution_order.consume(module, phase):
+            self._move_cursor(unit, phase)
+
+    def _move_cursor(self, unit: Unit, phase: Phase) -> None:
+        """Follow a unit that was called out of order; warn once for each change of order."""
+        order = self.execution_order
+        position = unit.positions[phase]
+        expected = order.peek()
+        restarts = phase is Phase.FORWARD and not self.calls
+        if expected is not None and not restarts and self._deviation is None:
+            name = self._module_names[expected.module]
+            self._deviation = (f"{name}, {expected.phase}", f"{unit.fqn}, {phase}")
+            if self._deviation != self._deviation_before:
+                warnings.warn(
+                    f"step {self.stats.steps}: unit {name or '<root>'!r} was expected to enter its "
+                    f"{expected.phase.value} next, got the {phase.value} of "
+                    f"{unit.fqn or '<root>'!r}; prefetches follow registration order, so some are "
+                    f"wasted (PrefetchOrder.RECORDED follows the order of the first pass)",
+                    stacklevel=2,
+                )
+        order.move_to(position + 1)
+
+    def prefetch(self, unit: Unit, phase: Phase, numel_max: int | None) -> None:
+        """Gather the units early that follow in the order, within a budget.
+
+        Args:
+            unit: the one that runs now.
+            phase: the direction; units of the other one are never gathered early.
+            numel_max: the budget in elements; None: one unit.
+        """
+        order = self.execution_order
+        offset = unit.positions[phase] + 1 - order.position if self.evaluating else 0
+        numel = 0
+        while numel_max is None or numel < numel_max:
+            event = order.peek(offset)
+            if event is None or event.phase is not phase:
+                return
+            successor = self._unit_of(event.module)
+            if self.evaluating and self.is_root(event.module):
+                return
+            successor.prefetch()
+            if numel_max is None:
+                return
+            numel += successor.full_numel
+            offset += 1
+
+    @staticmethod
+    def _unit_of(module: nn.Module) -> Unit:
+        unit: Unit = module.__dict__["fsdp_unit"]
+        return unit
+
+    def note_unsharded(self, unit: Unit, nbytes: int) -> None:
+        """Count a unit whose full weights exist from now on."""
+        self._unsharded[unit.ref] = None
+        self.stats.full_nbytes += nbytes
+        self.stats.peak_full_nbytes = max(self.stats.peak_full_nbytes, self.stats.full_nbytes)
+
+    def note_resharded(self, unit: Unit, nbytes: int) -> None:
+        """Count a unit whose full weights are gone."""
+        del self._unsharded[unit.ref]
+        self.stats.full_nbytes -= nbytes
+
+    @staticmethod
+    def _living(refs: Iterable["weakref.ref[Unit]"]) -> list[Unit]:
+        """Return the units behind weak references, in order, that still live."""
+        return [unit for ref in tuple(refs) if (unit := ref()) is not None]
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Register the completion of this backward pass, once."""
+        if not self._post_backward_hook_registered:
+            self.register_post_backward_hook()
+
+    def register_post_backward_hook(self) -> None:
+        """Have `post_backward` called when the running backward pass ends.
+
+        Ordering:
+            The reduction stream is put behind the current one, which is how it joins a CUDA graph
+            capture.
+
+        Raises:
+            StateError: no backward pass is running.
+        """
+        if not in_graph_task():
+            msg = (
+                "register_post_backward_hook needs a running backward pass; drive a backward by "
+                "hand with context.post_backward() at its end"
+            )
+            raise StateError(msg)
+        self._post_backward_hook_registered = True
+        self.graph_task = current_graph_task()
+        queue_backward_callback(self.post_backward)
+        # Edge 4: the first memory that the reduction stream takes must lie inside a capture.
+        accelerator.wait_stream(self.inner_reduction_stream, self.current_stream())
+
+    def open_unit(self, unit: Unit) -> None:
+        """Note that a unit's backward has begun."""
+        self._open.append(unit)
+
+    def close_unit(self, unit: Unit) -> None:
+        """Note that a unit's backward is over; units around it may have waited for that."""
+        self._open.remove(unit)
+        for other in reversed(tuple(self._open)):
+            other.retry()
+
+    def encloses_open_unit(self, unit: Unit) -> bool:
+        """Whether a unit that was called inside `unit` is still open."""
+        return any(unit.ref in other.enclosing for other in self._open)
+
+    def leave_sections(self, unit: Unit, enclosing: tuple["weakref.ref[Any]", ...]) -> None:
+        """Backward enters `unit`: it has left every open unit that does not enclose it.
+
+        Why that holds: the engine runs nodes in the reverse order of their making, so what a
+        unit's forward made runs in one piece.
+        """
+        for other in tuple(self._open):
+            if other is not unit and other.ref not in enclosing:
+                other.leave_section()
+
+    def validate_grad_sync(self) -> None:
+        """Check that somebody will order the current stream after a reduction issued now.
+
+        Raises:
+            StateError: no completion is pending and the caller does not manage it.
+        """
+        if not self.caller_managed_grad_sync and not self._post_backward_hook_registered:
+            msg = (
+                "a reduction must be issued inside a backward pass, got one after its end, which "
+                "nobody would wait for; use RuntimePolicy(caller_managed_grad_sync=True) and call "
+                "context.finish_grad_sync() behind the last gradient"
+            )
+            raise StateError(msg)
+
+    def finish_grad_sync(self) -> None:
+        """Put the current stream behind all reductions so far.
+
+        Ordering:
+            Call it behind the last producer of gradients and before the first reader or writer
+            of `.grad`. The host does not wait.
+        """
+        # Edge 7: the optimizer reads what the reduction streams wrote.
+        accelerator.wait_stream(self.current_stream(), self.inner_reduction_stream)
+        if self.outer_reduction_stream is not self.inner_reduction_stream:
+            # Edge 7: the same, for the reduction that ends a window.
+            accelerator.wait_stream(self.current_stream(), self.outer_reduction_stream)
+        self.has_unwaited_reductions = False
+
+    def post_backward(self) -> None:
+        """Complete a backward pass: called by autograd, or by whoever drives one by hand.
+
+        Ordering:
+            After the last microbatch the current stream is behind every reduction, unless the
+            caller manages that.
+        """
+        self._run_delayed_post_backward_callbacks()
+        for unit in self._living(self._unsharded):
+            unit.come_to_rest()
+        if self.is_last_microbatch and not self.caller_managed_grad_sync:
+            self.finish_grad_sync()
+        self._post_backward_hook_registered = False
+        self.execution_order.move_to(0)
+        self._deviation_before, self._deviation = self._deviation, None
+        self.stats.steps += 1
+
+    def _run_delayed_post_backward_callbacks(self) -> None:
+        """Complete every unit that is still open, inner ones before those around them."""
+        for unit in reversed(tuple(self._open)):
+            unit.complete()
+
+    # -- recovery ----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Bring everything to rest after a pass that broke, and drop all gradients.
+
+        Why all: a window that was partly reduced cannot be told from a whole one.
+
+        Ordering:
+            The current stream is put behind all streams of the context.
+        """
+        self.calls.clear()
+        self._open.clear()
+        self.evaluating = False
+        for unit in self._living(self._units):
+            unit.reset()
+        # A broken pass may have left work behind that nobody waits for any more.
+        accelerator.wait_stream(self.current_stream(), self.allgather_stream)
+        self.finish_grad_sync()
+        self._post_backward_hook_registered = False
+        self.execution_order.move_to(0)
+        self._deviation = None
+
+    def parameters_without_grad(self) -> list[str]:
+        """Return the names of all trainable parameters that have no gradient now."""
+        return [
+            name for unit in self._living(self._units) for name in unit.parameters_without_grad()
+        ]
+
+
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return accelerator.default_device()
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        msg = f"a context needs a cpu or cuda device, got {device}"
+        raise ConfigError(msg)
+    return accelerator.default_device(device.type) if device.index is None else device
+
+
+def _collect_fsdp_children(
+    module: nn.Module, registered_modules: Container[nn.Module], children: dict[nn.Module, None]
+) -> None:
+    """Collect the nearest registered descendants of a module, not looking inside them."""
+    for child in module.children():
+        if child in registered_modules:
+            children[child] = None
+        else:
+            _collect_fsdp_children(child, registered_modules, children)
+
+
+def _collect_backward_order(
+    module: nn.Module, registered_modules: Container[nn.Module], order: dict[nn.Module, None]
+) -> None:
+    """Collect the order in which backward enters units: outer before inner, last before first.
+
+    Why not the forward order reversed: the outputs of an outer unit get their gradients before
+    those of the units inside it.
+    """
+    if module in registered_modules:
+        order.setdefault(module, None)
+    for child in reversed(tuple(module.children())):
+        _collect_backward_order(child, registered_modules, order)

@@ -1,0 +1,266 @@
+"""fully_shard, fully_shard_context, microbatch: the entry points."""
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_core.context import FsdpContext, PrefetchOrder
+from fsdp_core.dbuffer import MeshAxes
+from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
+from fsdp_core.hooks import install_hooks
+from fsdp_core.mixed_precision import MixedPrecisionPolicy
+from fsdp_core.module import FsdpModule, ShardedUnit
+from fsdp_core.parameter_group import GroupSpec, Member, ParameterGroup, Slot, owner_of
+from fsdp_core.placement import Placements
+from fsdp_core.runtime_policy import RuntimePolicy
+from fsdp_core.schedule_policy import SchedulePolicy
+from fsdp_core.torch_private import parameters_of
+
+_active: ContextVar[FsdpContext | None] = ContextVar("fsdp_core_context", default=None)
+
+# Keywords of earlier versions of this interface, and what says the same now.
+_RENAMED = {
+    "use_symmetric_memory": "runtime_policy=RuntimePolicy(use_symmetric_memory=...)",
+    "unify_communication_stream": "runtime_policy=RuntimePolicy(overlap_allgather_reduction=...), "
+    "which is its opposite",
+}
+
+
+@contextmanager
+def fully_shard_context(
+    device: torch.device | str | None = None,
+    runtime_policy: RuntimePolicy | None = None,
+    parameter_to_owner: dict[nn.Parameter, int] | None = None,
+    prefetch_order: PrefetchOrder = PrefetchOrder.REGISTRATION,
+    **renamed: Any,
+) -> Iterator[FsdpContext]:
+    """Open the scope in which units are built; leaving it makes them ready to run.
+
+    Args:
+        device: where units compute; None: the current CUDA device, or CPU where there is none.
+        runtime_policy: how streams are used.
+        parameter_to_owner: for units with TensorAtomic placement, the rank inside the unit's mesh
+            that holds each parameter.
+        prefetch_order: where the order of prefetches comes from.
+        renamed: refused; says what a keyword of an earlier interface is called now.
+
+    Yields:
+        The context that all units built inside share.
+
+    Raises:
+        StateError: inside another scope.
+        ConfigError: a keyword of an earlier interface.
+    """
+    for name in renamed:
+        if name not in _RENAMED:
+            msg = f"fully_shard_context() got an unexpected keyword argument {name!r}"
+            raise TypeError(msg)
+        msg = f"{name} is said by {_RENAMED[name]} now, got {name}={renamed[name]!r}"
+        raise ConfigError(msg)
+    if _active.get() is not None:
+        msg = "fully_shard_context must not be opened inside another one; leave that one first"
+        raise StateError(msg)
+    context = FsdpContext(device, runtime_policy, parameter_to_owner, prefetch_order)
+    token = _active.set(context)
+    try:
+        yield context
+    except BaseException:
+        context.abandon()
+        raise
+    else:
+        context.finalize()
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:  # noqa: FBT001
+    """Say whether the backward inside is the last of a window of gradient accumulation.
+
+    Needed where gradients keep a partial axis (no-shard, ZeRO-1, HSDP, HFSDP): it is reduced after
+    the last microbatch only. The backward must run inside the scope.
+
+    Raises:
+        StateError: the context is not finalized.
+    """
+    context.ensure_finalized()
+    before = context.is_last_microbatch
+    context.is_last_microbatch = is_last
+    try:
+        yield
+    finally:
+        context.is_last_microbatch = before
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    mesh: DeviceMesh,
+    placements: Placements,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    grad_divisor: float = 1,
+    *,
+    schedule_policy: SchedulePolicy | None = None,
+) -> None:
+    """Make a module (or several, as one unit) sharded, in place.
+
+    Everything is built before anything is swapped: a call that raises leaves the module as it was.
+
+    Args:
+        module: its parameters, and those of its submodules that are no units yet, become one
+            unit; so units are built from the inside out.
+        mesh: the data-parallel mesh.
+        placements: where parameters, gradients and optimizer state live on it.
+        mixed_precision_policy: the dtypes.
+        grad_divisor: divides gradients on top of the mean over the mesh (expert parallelism).
+        schedule_policy: prefetch budgets, hooks, expected gradients.
+
+    Raises:
+        StateError: outside a `fully_shard_context`.
+        ConfigError: a module, mesh or parameter that cannot be sharded so.
+    """
+    context = _active.get()
+    if context is None:
+        msg = "fully_shard must be called inside `with fully_shard_context()`"
+        raise StateError(msg)
+    modules = _check_modules(module)
+    _check_divisor(grad_divisor)
+    for each in modules:
+        _check_tree(each, context)
+    axes = _check_mesh(mesh, placements, context)
+    policy = schedule_policy or SchedulePolicy()
+    spec = GroupSpec(
+        axes=axes,
+        placements=placements,
+        precision=mixed_precision_policy or MixedPrecisionPolicy(),
+        grad_divisor=grad_divisor,
+        allgather_stream=context.allgather_stream,
+        reduction_stream=context.inner_reduction_stream,
+        outer_stream=context.outer_reduction_stream,
+    )
+    members = _collect_members(modules)
+    groups = [ParameterGroup(each, spec) for each in _group_members(members)]
+    for group in groups:
+        group.commit()
+    unit = ShardedUnit(modules, groups, context, policy)
+    for each in modules:
+        each.__class__ = _sharded_class(type(each))
+        assert isinstance(each, FsdpModule)
+        each.fsdp_unit = unit
+    install_hooks(unit, modules)
+    for each in modules:
+        context.register_module(each, unit)
+
+
+def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules or not all(isinstance(each, nn.Module) for each in modules):
+        msg = f"fully_shard needs a module or a sequence of modules, got {module!r}"
+        raise ConfigTypeError(msg)
+    for each in modules:
+        if isinstance(each, FsdpModule):
+            msg = f"a module is sharded once, got a {type(each).__name__} that is a unit already"
+            raise ConfigError(msg)
+    return list(dict.fromkeys(modules))
+
+
+def _check_divisor(grad_divisor: float) -> None:
+    is_number = isinstance(grad_divisor, (int, float)) and not isinstance(grad_divisor, bool)
+    if not is_number or not math.isfinite(grad_divisor) or grad_divisor <= 0:
+        msg = f"grad_divisor must be a finite positive number, got {grad_divisor!r}"
+        raise ConfigError(msg)
+
+
+def _check_tree(module: nn.Module, context: FsdpContext) -> None:
+    for name, child in module.named_modules():
+        if isinstance(child, FsdpModule) and child.context is not context:
+            msg = (
+                f"all units below a unit must be of its context, got {name!r} of another one; "
+                f"shard the whole model inside one `with fully_shard_context()`"
+            )
+            raise ConfigError(msg, fqn=name)
+
+
+def _check_mesh(mesh: DeviceMesh, placements: Placements, context: FsdpContext) -> MeshAxes:
+    candidate: object = mesh
+    if not isinstance(candidate, DeviceMesh):
+        msg = f"mesh must be a DeviceMesh, got {mesh!r}"
+        raise ConfigTypeError(msg)
+    if mesh.device_type != context.device.type:
+        msg = (
+            f"the mesh must be on the context's device type {context.device.type!r}, got "
+            f"{mesh.device_type!r}; pass device= to fully_shard_context or build another mesh"
+        )
+        raise ConfigError(msg)
+    placements.check_mesh(mesh.ndim, mesh.mesh_dim_names)
+    return MeshAxes.of(mesh)
+
+
+def _collect_members(modules: Sequence[nn.Module]) -> list[Member]:
+    """Find every place that holds a parameter, in the modules and below, not inside units."""
+    members: dict[nn.Parameter, Member] = {}
+    visited: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if module in visited:
+            return
+        visited[module] = None
+        for name, parameter in module.named_parameters(
+            prefix=prefix, recurse=False, remove_duplicate=False
+        ):
+            key = name.rpartition(".")[2]
+            slot = Slot(weakref.ref(module), parameters_of(module), key, name)
+            _check_parameter(name, parameter)
+            if parameter in members:
+                members[parameter].slots.append(slot)
+            else:
+                members[parameter] = Member(parameter, [slot])
+        for name, child in module.named_children():
+            if not isinstance(child, FsdpModule):
+                visit(child, f"{prefix}.{name}" if prefix else name)
+
+    for module in modules:
+        visit(module, "")
+    return list(members.values())
+
+
+def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
+    owner = owner_of(parameter)
+    if owner is not None:
+        msg = (
+            f"a parameter belongs to one unit, got {fqn!r}, which is {owner.fqn!r} of another unit; "
+            f"shard the modules that share it in one call: fully_shard([first, second], ...)"
+        )
+        raise ConfigError(msg, fqn=fqn)
+    if parameter.dim() == 0:
+        msg = f"parameter {fqn!r} must have at least one dim, got a scalar; reshape it to (1,)"
+        raise ConfigError(msg, fqn=fqn)
+    if not parameter.dtype.is_floating_point:
+        msg = f"parameter {fqn!r} must have a real floating dtype, got {parameter.dtype}"
+        raise UnsupportedError(msg, fqn=fqn)
+
+
+def _group_members(members: Sequence[Member]) -> list[list[Member]]:
+    """Split by dtype and trainability, in order of first appearance."""
+    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    for member in members:
+        groups.setdefault((member.full.dtype, member.full.requires_grad), []).append(member)
+    return list(groups.values())
+
+
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `cls` that is a unit; one for each class, made once."""
+    sharded = _sharded_classes.get(cls)
+    if sharded is None:
+        sharded = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__})
+        _sharded_classes[cls] = sharded
+    return sharded

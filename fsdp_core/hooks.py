@@ -1,0 +1,160 @@
+"""Module and autograd hooks: they call the verbs of `module.py`, and decide nothing."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial, wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_core.errors import ConfigError, StateError
+from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
+from fsdp_core.torch_private import is_assigning_load
+
+# How deep the walk over a module's output goes into objects that it does not know.
+OUTPUT_DEPTH_MAX = 8
+
+# On an output tensor: its node, and the calls that backward enters through it, outer ones first.
+_USES = "_fsdp_core_uses"
+
+
+def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
+    """Install the hooks of a unit: on its modules, and on its trainable parameters."""
+    for module in modules:
+        module.register_load_state_dict_pre_hook(_before_load)
+        if unit.policy.register_hooks:
+            module.register_forward_pre_hook(_before_forward, prepend=True)
+            module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+    for index, member in enumerate(unit.members):
+        if member.full.requires_grad:
+            hook = partial(_after_gradient, unit.ref, index)
+            member.full.register_post_accumulate_grad_hook(hook)
+
+
+def _before_forward(module: nn.Module, _args: Any) -> None:
+    unit_of(module).pre_forward(module)
+
+
+def _after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    use = unit_of(module).post_forward(module)
+    if use is None:
+        return
+    for tensor in tensors_of(output):
+        if tensor.grad_fn is not None and not _is_input(tensor, args, kwargs):
+            _enter_through(tensor, use)
+
+
+def _enter_through(tensor: Tensor, use: Use) -> None:
+    """Have backward enter a call when this output gets its gradient.
+
+    Why one list for a tensor: where a unit returns what a unit inside it returned, backward must
+    enter the outer one first, but PyTorch runs hooks in the order of their registration. The list
+    holds for the node that made the tensor: one rewritten in place since then has another.
+    """
+    node, uses = getattr(tensor, _USES, (None, None))
+    if uses is not None and node is tensor.grad_fn:
+        uses.insert(0, use)
+        return
+    uses = [use]
+    setattr(tensor, _USES, (tensor.grad_fn, uses))
+    tensor.register_hook(partial(_before_backward, uses))
+
+
+def _is_input(tensor: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether a module returned this input untouched, so that backward does not pass its nodes."""
+    return any(tensor is each for each in args) or any(tensor is each for each in kwargs.values())
+
+
+def _before_backward(uses: list[Use], _grad: Tensor) -> None:
+    for use in uses:
+        unit = use.unit()
+        if unit is None:
+            msg = "a model must live until its backward passes are over, but it was deleted"
+            raise StateError(msg)
+        unit.pre_backward(use)
+
+
+def _after_gradient(unit: "weakref.ref[ShardedUnit]", index: int, _parameter: Tensor) -> None:
+    living = unit()
+    if living is not None:
+        living.gradient_ready(index)
+
+
+def _before_load(
+    module: nn.Module, _state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    if is_assigning_load(local_metadata):
+        msg = (
+            f"load_state_dict must copy into the parameters of a unit, got assign=True for "
+            f"{prefix.rstrip('.') or type(module).__name__!r}; use assign=False"
+        )
+        raise StateError(msg, fqn=prefix.rstrip("."))
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors in whatever a module returns.
+
+    Containers, dataclasses and objects of unknown classes are looked into: a tensor that is
+    missed would enter backward without its unit's weights.
+    """
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for each in output:
+            yield from tensors_of(each)
+    elif output is not None:
+        yield from _tensors_in(output, OUTPUT_DEPTH_MAX)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or value is None or isinstance(value, (bool, int, float, str, bytes, nn.Module)):
+        return
+    for part in _parts_of(value):
+        yield from _tensors_in(part, depth - 1)
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (tuple, list)):
+        yield from value
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from (getattr(value, each.name) for each in fields(value))
+    elif not isinstance(value, type) and hasattr(value, "__dict__"):
+        yield from vars(value).values()
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method other than `forward` gather the unit's weights as `forward` does.
+
+    Raises:
+        ConfigError: the module is no unit, or has no such method.
+    """
+    method = getattr(module, name, None)
+    if not isinstance(module, FsdpModule) or not callable(method):
+        msg = (
+            f"register_forward_method needs a sharded module and the name of one of its methods, "
+            f"got {type(module).__name__} and {name!r}"
+        )
+        raise ConfigError(msg)
+    function = getattr(type(module), name)
+    # Weak: a bound method in the module's own dict would be a cycle, and outlive `del model`.
+    reference = weakref.ref(module)
+
+    @wraps(function)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        living = reference()
+        assert living is not None
+        _before_forward(living, args)
+        output = None
+        try:
+            output = function(living, *args, **kwargs)
+        finally:
+            _after_forward(living, args, kwargs, output)
+        return output
+
+    setattr(module, name, gathered)

@@ -1,0 +1,606 @@
+"""FsdpModule, ShardedUnit: what a unit does around its forward and backward.
+
+One `ShardedUnit` is shared by the modules of one `fully_shard` call. Its verbs are called by
+`hooks.py`, by the context, or by whoever drives the unit by hand.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fsdp_core import device as accelerator
+from fsdp_core.context import Call, FsdpContext
+from fsdp_core.device import Event, Stream
+from fsdp_core.errors import StateError
+from fsdp_core.parameter_group import ParameterGroup
+from fsdp_core.phase import Phase, check_phase_change
+from fsdp_core.schedule_policy import SchedulePolicy
+from fsdp_core.torch_private import current_graph_task, in_graph_task
+
+Direction = Literal["forward", "backward", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resharded:
+    """The full weights do not exist; modules hold the sharded parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The full weights were gathered, and no stream was put behind that yet.
+
+    Attributes:
+        event: recorded on the all-gather stream behind the gathers; None where events are stubs.
+        early: gathered as a prefetch.
+    """
+
+    event: Event
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unsharded:
+    """Modules hold the full parameters.
+
+    Attributes:
+        event: as in `Gathered`.
+        stream: the one that was put behind it.
+    """
+
+    event: Event
+    stream: Stream
+
+
+Weights = Resharded | Gathered | Unsharded
+_RESHARDED = Resharded()
+
+
+@dataclass(slots=True)
+class Use:
+    """One forward call whose outputs are part of an autograd graph.
+
+    Attributes:
+        unit: the unit, weakly: the graph must not keep a model alive.
+        enclosing: the units whose forward this call was made in.
+        graph_task: the backward pass that has entered it last.
+    """
+
+    unit: "weakref.ref[ShardedUnit]"
+    enclosing: tuple["weakref.ref[ShardedUnit]", ...]
+    graph_task: int = -1
+
+
+@dataclass(slots=True)
+class _Window:
+    """What one backward of a unit has got so far.
+
+    Attributes:
+        fired: for each gradient index, whether it came.
+        pending: how many distinct ones are still to come.
+        entered: uses that backward has entered.
+        graph_task: the backward pass that entered the last one.
+        reduced: the gradients were reduced; the weights may still be needed.
+        nested: the last gradient came in a backward pass inside the one that entered the unit, so
+            more of them may come.
+    """
+
+    fired: bytearray
+    pending: int
+    entered: int = 0
+    graph_task: int = -1
+    reduced: bool = False
+    nested: bool = False
+
+
+class ShardedUnit:
+    """One or several modules whose parameters are gathered and reduced together.
+
+    Attributes:
+        ref: this unit, weakly.
+        context: what it shares with other units.
+        modules: its modules, weakly: they hold the unit.
+        groups: its parameters, one group for each dtype and trainability.
+        policy: how it is scheduled.
+        phase: what it is doing.
+        fqn: names of its modules relative to their roots, once the context is finalized.
+        enclosing: see `Use`; of the last use that backward entered.
+        positions: see `Unit`.
+        full_numel: elements of its whole parameters.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParameterGroup],
+        context: FsdpContext,
+        policy: SchedulePolicy,
+    ) -> None:
+        self.ref: weakref.ref[ShardedUnit] = weakref.ref(self)
+        self.context = context
+        self.modules = tuple(weakref.ref(module) for module in modules)
+        self.groups = tuple(groups)
+        self.policy = policy
+        self.phase = Phase.RESTING
+        self.fqn = ""
+        self.enclosing: tuple[weakref.ref[Any], ...] = ()
+        self.positions: dict[Phase, int] = {}
+        self.full_numel = sum(group.full_numel for group in groups)
+        self.members = [member for group in self.groups for member in group.members]
+        self._swaps = [
+            (slot.registry, slot.name, member.sharded, member.full)
+            for member in self.members
+            for slot in member.slots
+        ]
+        for group in self.groups:
+            group.unit = self.ref
+        self._transient = [group for group in self.groups if not group.keeps_full]
+        self._transient_nbytes = sum(group.full_nbytes for group in self._transient)
+        self._weights: Weights = _RESHARDED
+        self._callers: dict[weakref.ref[Any], None] = {}
+        self._calls = 0
+        self._ran: list[nn.Module] = []
+        self._live_uses = 0
+        self._window = self._new_window()
+        self._scope: AbstractContextManager[Any] | None = None
+        self.callbacks: list[Callable[[nn.Module], None]] = []
+        self._labels: dict[str, str] = {}
+
+    def _label(self, operation: str) -> str:
+        label = self._labels.get(operation)
+        if label is None:
+            label = self._labels[operation] = f"{operation} {self.fqn or '<root>'}"
+        return label
+
+    def _new_window(self) -> _Window:
+        trainable = [member.full.requires_grad for member in self.members]
+        return _Window(bytearray(len(trainable)), sum(trainable))
+
+    def _change_phase(self, phase: Phase) -> None:
+        check_phase_change(self.fqn, self.phase, phase)
+        self.phase = phase
+
+    # -- weights -----------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full weights exist or are being gathered."""
+        return self._weights is not _RESHARDED
+
+    def _gather(self, *, early: bool) -> None:
+        """Issue the gathers of all groups.
+
+        Ordering:
+            On the all-gather stream, which must be behind the last writes of the main weights.
+        """
+        context = self.context
+        stream = context.allgather_stream
+        with accelerator.annotate(self._label("unshard")):
+            # Full weights belong to the pool of the stream that gathers and frees them.
+            with accelerator.on_stream(stream):
+                gathers = sum([group.unshard() for group in self.groups])
+            event = accelerator.record_event(stream)
+        self._weights = Gathered(event, early)
+        context.stats.gathers += gathers
+        if gathers and not early:
+            context.stats.on_demand_gathers += 1
+        context.note_unsharded(self, self._transient_nbytes)
+
+    def prefetch(self) -> None:
+        """Gather the weights early, if they are not there."""
+        if self._weights is _RESHARDED and self.groups:
+            self._gather(early=True)
+            self.context.stats.prefetches += 1
+
+    def _demand(self) -> None:
+        """Have the full weights in the modules, readable on the current stream."""
+        if not self.groups:
+            return
+        stream = self.context.current_stream()
+        weights = self._weights
+        if isinstance(weights, Unsharded) and weights.stream == stream:
+            return
+        if isinstance(weights, Resharded):
+            self._gather(early=False)
+            weights = self._weights
+        assert not isinstance(weights, Resharded)
+        # Edge 2: compute needs this unit's weights, not what the stream was given later.
+        accelerator.wait_event(stream, weights.event)
+        if isinstance(weights, Gathered):
+            if weights.early:
+                self.context.stats.used_prefetches += 1
+            for registry, name, _, full in self._swaps:
+                registry[name] = full
+        self._weights = Unsharded(weights.event, stream)
+
+    def _drop_stale(self) -> None:
+        """Give weights up that were gathered before the main weights were last written."""
+        if self._weights is not _RESHARDED and any(group.is_stale for group in self.groups):
+            self._reshard()
+            # Edge 1: the gather that follows reads what this stream wrote.
+            accelerator.wait_stream(self.context.allgather_stream, self.context.current_stream())
+
+    def _reshard(self) -> None:
+        """Put the sharded parameters back and free the full weights."""
+        weights = self._weights
+        if isinstance(weights, Resharded):
+            return
+        context = self.context
+        stream = context.allgather_stream
+        with accelerator.annotate(self._label("reshard")):
+            if isinstance(weights, Unsharded):
+                for registry, name, sharded, _ in self._swaps:
+                    registry[name] = sharded
+                if self._transient:
+                    # Edge 3: the memory may be reused at once, so its readers must be done.
+                    accelerator.wait_stream(stream, context.current_stream())
+            elif weights.early:
+                context.stats.unused_prefetches += 1
+            # Full weights go back to the pool that they came from.
+            with accelerator.on_stream(stream):
+                for group in self._transient:
+                    group.reshard()
+        self._weights = _RESHARDED
+        self._ran.clear()
+        context.note_resharded(self, self._transient_nbytes)
+
+    def unshard(self) -> None:
+        """Have the full weights in the modules, for a caller who drives the unit by hand."""
+        self.context.ensure_finalized()
+        if any(group.is_stale for group in self.groups):
+            if self.phase is Phase.RESTING:
+                self._reshard()
+            # Edge 1: the gather reads what this stream wrote since the last one.
+            accelerator.wait_stream(self.context.allgather_stream, self.context.current_stream())
+        self._demand()
+
+    def reshard(self) -> None:
+        """Free the full weights, for a caller who drives the unit by hand.
+
+        Raises:
+            StateError: the unit's forward or backward is running.
+        """
+        if self.phase is not Phase.RESTING:
+            msg = (
+                f"a unit must be RESTING to be resharded by hand, got {self.phase.name} for "
+                f"{self.fqn or '<root>'!r}; it is resharded when that has ended"
+            )
+            raise StateError(msg, fqn=self.fqn)
+        self._reshard()
+
+    def prefetch_successors(self, phase: Phase) -> None:
+        """Gather the units early that follow this one, within its budget for the direction."""
+        forward = phase is Phase.FORWARD
+        policy = self.policy
+        numel_max = policy.forward_prefetch_size if forward else policy.backward_prefetch_size
+        self.context.prefetch(self, phase, numel_max)
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def pre_forward(self, module: nn.Module) -> None:
+        """Gather the weights that `module` is about to use, and prefetch those behind them.
+
+        Raises:
+            StateError: the context is not finalized, or the unit is in its forward already.
+        """
+        context = self.context
+        context.ensure_finalized()
+        recomputing = self.phase is Phase.BACKWARD or in_graph_task()
+        if recomputing:
+            # A root that is recomputed enters backward before its outputs get gradients.
+            context.begin_backward()
+        elif not context.calls:
+            context.begin_forward()
+        if any(call.module is module for call in context.calls):
+            check_phase_change(self.fqn, Phase.FORWARD, Phase.FORWARD)
+        noted = not recomputing and not context.evaluating
+        if noted:
+            context.note(self, Phase.FORWARD)
+            self._live_uses += 1
+        self._begin_call(module, recomputing=recomputing)
+        if not recomputing:
+            self._drop_stale()
+        self._demand()
+        if not recomputing:
+            self.prefetch_successors(Phase.FORWARD)
+
+    def _begin_call(self, module: nn.Module, *, recomputing: bool) -> None:
+        if self.phase is Phase.RESTING:
+            self._change_phase(Phase.FORWARD)
+        scope = accelerator.annotate(self._label("forward"))
+        scope.__enter__()
+        for call in self.context.calls:
+            if call.unit is not self:
+                self._callers[call.unit.ref] = None
+        self.context.calls.append(Call(self, module, recomputing, scope, sys.exception()))
+        self._calls += 1
+
+    def post_forward(self, module: nn.Module) -> Use | None:
+        """End a forward, which may have raised.
+
+        Returns:
+            What backward has to enter through the outputs; None if there is nothing.
+        """
+        context = self.context
+        if not context.calls or context.calls[-1].module is not module:
+            return None  # pre_forward itself raised, before it began anything
+        call = context.calls.pop()
+        failed = sys.exception() is not call.exception
+        self._calls -= 1
+        if self.phase is Phase.FORWARD and not self._calls:
+            self._change_phase(Phase.RESTING)
+        if not call.recomputing:
+            self._leave_forward(module, failed=failed)
+        call.scope.__exit__(None, None, None)
+        outermost = not call.recomputing and not context.calls
+        evaluating = context.evaluating
+        if outermost:
+            context.end_forward(failed=failed)
+        if failed or evaluating or not torch.is_grad_enabled():
+            return None
+        return Use(self.ref, self._enclosing_of(call))
+
+    def _leave_forward(self, module: nn.Module, *, failed: bool) -> None:
+        if self._calls or self.phase is Phase.BACKWARD:
+            return
+        self._ran.append(module)
+        waits = self.context.calls and not all(ref() in self._ran for ref in self.modules)
+        if failed or (self.policy.reshard_after_forward and not waits):
+            self._reshard()
+
+    def _enclosing_of(self, call: Call) -> tuple["weakref.ref[Any]", ...]:
+        """Return the units that backward must not have left when it enters this call.
+
+        A recomputed call does not see the forward that it was first made in, so it counts every
+        unit that ever called this one.
+        """
+        if call.recomputing:
+            return tuple(self._callers)
+        return tuple(each.unit.ref for each in self.context.calls if each.unit is not self)
+
+    def end_forward(self) -> None:
+        """Reshard what waited for another module of the unit to run."""
+        if self._ran and self.policy.reshard_after_forward:
+            self.come_to_rest()
+
+    def come_to_rest(self) -> None:
+        """Reshard if nobody uses the weights."""
+        if self.phase is Phase.RESTING:
+            self._reshard()
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def pre_backward(self, use: Use) -> None:
+        """Gather the weights that backward needs for one call; a no-op if it has entered it."""
+        task = current_graph_task()
+        if use.graph_task == task:
+            return
+        use.graph_task = task
+        context = self.context
+        context.begin_backward()
+        context.leave_sections(self, use.enclosing)
+        context.note(self, Phase.BACKWARD)
+        self.enclosing = use.enclosing
+        self._open()
+        self._window.entered += 1
+        self._window.graph_task = task
+        self._demand()
+        self.prefetch_successors(Phase.BACKWARD)
+
+    def _open(self) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        self._change_phase(Phase.BACKWARD)
+        self.context.open_unit(self)
+        self._scope = accelerator.annotate(self._label("backward"))
+        self._scope.__enter__()
+
+    def gradient_ready(self, index: int) -> None:
+        """Count the gradient of one parameter, which has been accumulated."""
+        if self.phase is not Phase.BACKWARD:
+            self.context.begin_backward()
+            self._open()
+        window = self._window
+        if not window.fired[index]:
+            window.fired[index] = 1
+            window.pending -= 1
+        if not window.pending:
+            window.nested = current_graph_task() != window.graph_task or (
+                window.entered < self._live_uses and in_nested_task(self.context)
+            )
+            self.retry()
+
+    def retry(self) -> None:
+        """Complete if all gradients have come and no unit inside this one is open."""
+        window = self._window
+        if window.pending or window.nested or window.reduced:
+            return
+        if self.phase is Phase.BACKWARD and not self.context.encloses_open_unit(self):
+            self._finish_gradients()
+
+    def _finish_gradients(self) -> None:
+        """Reduce; close the unit unless frozen weights may still be read."""
+        frozen = any(not member.full.requires_grad for member in self.members)
+        if not frozen:
+            self._reshard()
+        self._reduce()
+        if not frozen:
+            self._close()
+
+    def leave_section(self) -> None:
+        """Reshard: backward has moved on; complete the unit if no use of it is still to come."""
+        if self.phase is not Phase.BACKWARD or self._calls:
+            return
+        self._reshard()
+        if self._window.entered >= self._live_uses:
+            self.complete()
+
+    def complete(self) -> None:
+        """Complete whatever is open: no more gradients will come."""
+        self._reshard()
+        if any(self._window.fired) and not self._window.reduced:
+            self._reduce()
+        self._close()
+
+    def _reduce(self) -> None:
+        """Reduce the gradients that have come; missing ones count as zeros."""
+        context = self.context
+        context.validate_grad_sync()
+        self._window.reduced = True
+        groups = [group for group in self.groups if group.is_trainable]
+        if not groups:
+            return
+        current, inner = context.current_stream(), context.inner_reduction_stream
+        with accelerator.annotate(self._label("reduce_gradients")), torch.no_grad():
+            # Partial gradients belong to the pool of the stream that reduces and frees them.
+            with accelerator.on_stream(inner):
+                for group in groups:
+                    group.allocate_partial()
+            # Edge 5: that memory may still be read by an earlier reduction.
+            accelerator.wait_stream(current, inner)
+            for group in groups:
+                group.copy_in()
+            # Edge 6: the reduction reads what was copied.
+            accelerator.wait_stream(inner, current)
+            # Reductions run beside the backward of the units in front.
+            with accelerator.on_stream(inner):
+                for group in groups:
+                    group.reduce()
+            if context.is_last_microbatch:
+                self._finish_window(groups)
+        context.stats.reductions += len(groups)
+        context.has_unwaited_reductions = True
+
+    def _finish_window(self, groups: Sequence[ParameterGroup]) -> None:
+        context = self.context
+        outer = context.outer_reduction_stream
+        if outer is not context.inner_reduction_stream:
+            # Edge 9: the outer reduction reads the result of the inner one.
+            accelerator.wait_stream(outer, context.inner_reduction_stream)
+        # The reduction that ends the window may have a stream of its own.
+        with accelerator.on_stream(outer):
+            for group in groups:
+                group.finish_window()
+
+    def _close(self) -> None:
+        self._live_uses = max(0, self._live_uses - self._window.entered)
+        self._window = self._new_window()
+        self._change_phase(Phase.RESTING)
+        if self._scope is not None:
+            self._scope.__exit__(None, None, None)
+            self._scope = None
+        self.context.close_unit(self)
+        for callback in self.callbacks:
+            module = self.modules[0]()
+            assert module is not None
+            callback(module)
+
+    # -- recovery ----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop every trace of a broken pass: weights, window, gradients, phase."""
+        self._reshard()
+        self._calls = 0
+        self._live_uses = 0
+        self._window = self._new_window()
+        self._scope = None
+        self.phase = Phase.RESTING
+        for group in self.groups:
+            group.drop_gradients()
+
+    def check_complete(self) -> None:
+        """Check that all gradients of the unit's window have come.
+
+        Raises:
+            StateError: some are still to come.
+        """
+        if self.phase is Phase.BACKWARD:
+            missing = [
+                member.fqn
+                for index, member in enumerate(self.members)
+                if member.full.requires_grad and not self._window.fired[index]
+            ]
+            msg = (
+                f"all gradients of a unit must have come before they are used, got none yet for "
+                f"{missing} of unit {self.fqn or '<root>'!r}; finish its backward first"
+            )
+            raise StateError(msg, fqn=self.fqn)
+
+    def parameters_without_grad(self) -> list[str]:
+        """Return the names of trainable parameters without a sharded gradient."""
+        prefix = f"{self.fqn}." if self.fqn else ""
+        return [
+            prefix + member.fqn
+            for member in self.members
+            if member.sharded.requires_grad and member.sharded.grad is None
+        ]
+
+
+def in_nested_task(context: FsdpContext) -> bool:
+    """Whether the running backward pass is one inside the pass that the context completes."""
+    return current_graph_task() != context.graph_task
+
+
+def unit_of(module: nn.Module) -> ShardedUnit:
+    """Return the unit that a sharded module is part of."""
+    unit: ShardedUnit = module.__dict__["fsdp_unit"]
+    return unit
+
+
+class FsdpModule:
+    """What `fully_shard` adds to a module's class."""
+
+    fsdp_unit: ShardedUnit
+
+    @property
+    def context(self) -> FsdpContext:
+        """The context that the unit belongs to."""
+        return self.fsdp_unit.context
+
+    @property
+    def phase(self) -> Phase:
+        """What the unit is doing."""
+        return self.fsdp_unit.phase
+
+    def unshard(self, prefetch: Direction = "none", *, recurse: bool = False) -> None:
+        """Have the full weights in the module, readable on the current stream.
+
+        Args:
+            prefetch: also gather the units early that follow in this direction.
+            recurse: also those of all units below, without prefetches.
+
+        Ordering:
+            Waits for the gather on the current stream, not on the host.
+        """
+        for unit in self._units_below(recurse=recurse):
+            unit.unshard()
+        if prefetch != "none":
+            self.fsdp_unit.prefetch_successors(Phase(prefetch))
+
+    def reshard(self, *, recurse: bool = False) -> None:
+        """Free the full weights, if nobody uses them.
+
+        Args:
+            recurse: also those of all units below.
+
+        Raises:
+            StateError: the unit's forward or backward is running.
+        """
+        for unit in self._units_below(recurse=recurse):
+            unit.reshard()
+
+    def _units_below(self, *, recurse: bool) -> list[ShardedUnit]:
+        if not recurse:
+            return [self.fsdp_unit]
+        assert isinstance(self, nn.Module)
+        units = [each.fsdp_unit for each in self.modules() if isinstance(each, FsdpModule)]
+        return list(dict.fromkeys(units))
+
+    def register_post_backward_hook(self, callback: Callable[[nn.Module], None]) -> None:
+        """Have `callback` called with the module each time the unit's backward is over."""
+        self.fsdp_unit.callbacks.append(callback)

@@ -1,0 +1,435 @@
+"""fully_shard_optimizer: step on this rank's shards as plain flat tensors, never on DTensors.
+
+At rest an optimizer looks as PyTorch made it: its groups hold the sharded parameters, and its state
+is keyed by them and holds DTensors, so schedulers, state dicts and checkpoints see nothing unusual.
+For the time of `step` the groups hold plain parameters over the same storage instead: one for each
+run of shards that lie side by side in a unit's buffer and belong to one optimizer group.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_core.errors import ConfigError, ConfigTypeError, UnsupportedError
+from fsdp_core.module import ShardedUnit
+from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
+from fsdp_core.torch_private import local_tensor
+
+# Their update of an element depends on that element alone, so that flat shards give the same bits.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+
+# What cannot work on shards, and what to use instead.
+_REFUSED = {
+    "Adafactor": "its update of an element depends on the whole tensor; use AdamW",
+    "Muon": "its update of an element depends on the whole matrix; use FsdpMuon",
+    "LBFGS": "it calls the model back during a step; use AdamW",
+    "SparseAdam": "it needs sparse gradients, which are reduced as dense ones; use AdamW",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One parameter's shard inside a run.
+
+    Attributes:
+        parameter: the sharded parameter.
+        index: its index in the parameter group.
+        offset: its first element in the run; -1 if this rank holds nothing of it.
+        local: this rank's rows.
+    """
+
+    parameter: nn.Parameter
+    index: int
+    offset: int
+    local: Tensor
+
+
+@dataclass(slots=True)
+class _Run:
+    """Shards of one parameter group and one optimizer group that lie side by side.
+
+    Attributes:
+        group: the parameter group.
+        parts: the parameters; those of which this rank holds nothing ride along.
+        plain: what is stepped, flat, over the same storage.
+        grad: the gradient of `plain`, over the storage of the parts' gradients.
+    """
+
+    group: ParameterGroup
+    parts: tuple[_Part, ...]
+    plain: nn.Parameter
+    grad: Tensor | None
+
+
+def fully_shard_optimizer(
+    optimizer: Optimizer, *, precision_aware: bool = False, elementwise: bool | None = None
+) -> Optimizer:
+    """Make an optimizer of sharded parameters step on local shards, in place.
+
+    Build the optimizer after sharding. Loading its state dict, adding groups and schedulers work
+    as before.
+
+    Args:
+        optimizer: built from the parameters of sharded modules.
+        precision_aware: it takes gradients of another dtype than the weights' itself; otherwise
+            they are cast for the step.
+        elementwise: True: an optimizer of a class not known here updates each element by itself.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ConfigError: it holds a parameter that is not a sharded one.
+        UnsupportedError: it cannot work on shards, or nobody says that it can.
+    """
+    _check_class(optimizer, elementwise=elementwise)
+    cls = type(optimizer)
+    runs = _build_runs(optimizer)
+    optimizer.__class__ = _sharded_class(cls)
+    assert isinstance(optimizer, _ShardedOptimizer)
+    optimizer.fsdp_step = _LocalStep(optimizer, runs, precision_aware=precision_aware)
+    return optimizer
+
+
+def _check_class(optimizer: object, *, elementwise: bool | None) -> None:
+    if not isinstance(optimizer, Optimizer):
+        msg = f"fully_shard_optimizer needs a torch.optim.Optimizer, got {optimizer!r}"
+        raise ConfigTypeError(msg)
+    name = type(optimizer).__name__
+    if hasattr(optimizer, "fsdp_step"):
+        msg = f"an optimizer is made sharded once, got a {name} that is already"
+        raise ConfigError(msg)
+    if name in _REFUSED:
+        msg = f"an optimizer of shards must update each element by itself, got {name}: "
+        raise UnsupportedError(msg + _REFUSED[name])
+    if elementwise is False or (elementwise is None and type(optimizer) not in _ELEMENTWISE):
+        msg = (
+            f"an optimizer of shards must update each element by itself, got {name}; if it does, "
+            f"pass elementwise=True"
+        )
+        raise UnsupportedError(msg)
+
+
+_sharded_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """Return the subclass of `cls` that steps on shards; one for each class, made once."""
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(
+            cls.__name__, (_ShardedOptimizer, cls), {"__module__": cls.__module__}
+        )
+    return _sharded_classes[cls]
+
+
+class _ShardedOptimizer(Optimizer):
+    """What `fully_shard_optimizer` adds to an optimizer's class."""
+
+    fsdp_step: "_LocalStep"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update this rank's shards.
+
+        Raises:
+            UnsupportedError: a closure is given: its gradients would come too late.
+            StateError: some gradient is still to come.
+        """
+        if closure is not None:
+            msg = "step must be called without a closure: it would run inside the sharded step"
+            raise UnsupportedError(msg)
+        adapter = self.fsdp_step
+        adapter.begin(self)
+        try:
+            super().step()
+        finally:
+            adapter.end(self)
+
+
+class _LocalStep:
+    """Swaps an optimizer between what users see and what a step works on."""
+
+    def __init__(
+        self, optimizer: Optimizer, runs: list[list[_Run]], *, precision_aware: bool
+    ) -> None:
+        self._precision_aware = precision_aware
+        self._runs = runs
+        self._seen = _held(optimizer)
+        self._public_state: Any = None
+        self._public_params: list[list[nn.Parameter]] = []
+        self._local_state: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._state_is_wrapped = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Put the plain parameters in, with their gradients and their state."""
+        if _held(optimizer) != self._seen:
+            self._runs = _build_runs(optimizer)
+            self._seen = _held(optimizer)
+            self._public_state = None
+        self._split_mixed()
+        self._check_windows()
+        if optimizer.state is not self._public_state:
+            self._take_state(optimizer.state)
+        self._public_params = [group["params"] for group in optimizer.param_groups]
+        for group, runs in zip(optimizer.param_groups, self._runs, strict=True):
+            group["params"] = [run.plain for run in runs]
+            for run in runs:
+                self._set_grad(run)
+        self._public_state = optimizer.state
+        optimizer.state = self._local_state
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Put everything back as users see it."""
+        for group, params in zip(optimizer.param_groups, self._public_params, strict=True):
+            group["params"] = params
+        optimizer.state = self._public_state
+        for runs in self._runs:
+            for run in runs:
+                run.plain.grad = None
+                self._show_state(run)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def _split_mixed(self) -> None:
+        """Step parameters one by one where only some of a run have gradients of their buffer."""
+        for runs in self._runs:
+            for run in tuple(runs):
+                if len(run.parts) > 1 and not _is_uniform(run):
+                    at = runs.index(run)
+                    runs[at : at + 1] = [_make_run(run.group, [part]) for part in run.parts]
+                    self._public_state = None
+
+    def _check_windows(self) -> None:
+        """Have all gradients complete and readable.
+
+        Ordering:
+            The current stream is put behind reductions that nobody waited for yet.
+        """
+        groups = dict.fromkeys(run.group for runs in self._runs for run in runs)
+        for unit in dict.fromkeys(_unit_of(group) for group in groups):
+            unit.check_complete()
+            if unit.context.has_unwaited_reductions:
+                unit.context.finish_grad_sync()
+
+    def _set_grad(self, run: _Run) -> None:
+        grad = run.parts[0].parameter.grad
+        if grad is None:
+            run.plain.grad = None
+            return
+        if grad is run.group.bound_grad(run.parts[0].index):
+            if run.grad is None:
+                run.grad = _grad_of(run)
+            local = run.grad
+        else:
+            local = local_tensor(grad).reshape(-1) if isinstance(grad, DTensor) else grad
+        if local.dtype != run.plain.dtype:
+            if self._precision_aware:
+                run.plain.grad_dtype = local.dtype
+            else:
+                local = local.to(run.plain.dtype)
+        run.plain.grad = local
+
+    # -- state -------------------------------------------------------------------------------
+
+    def _take_state(self, public: Any) -> None:
+        """Build the state of the plain parameters from what users see, which was replaced."""
+        self._local_state = defaultdict(dict)
+        for runs in self._runs:
+            for run in tuple(runs):
+                if any(part.parameter in public for part in run.parts):
+                    self._local_state[run.plain] = _pack_state(run, public)
+        self._public_state = public
+
+    def _show_state(self, run: _Run) -> None:
+        """Let users see a run's state: DTensors over its parts, each made once."""
+        state = self._local_state.get(run.plain)
+        if not state:
+            return
+        for part in run.parts:
+            shown = self._public_state[part.parameter]
+            for key, value in state.items():
+                if not _is_sharded_value(value, run):
+                    shown[key] = value
+                elif key not in shown or not _shares_storage(shown[key], value):
+                    shown[key] = _wrap_part(part, value)
+
+
+def _held(optimizer: Optimizer) -> list[list[int]]:
+    """Return what the groups hold, for comparison."""
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _unit_of(group: ParameterGroup) -> ShardedUnit:
+    unit = group.unit()
+    assert isinstance(unit, ShardedUnit)
+    return unit
+
+
+# --- runs ------------------------------------------------------------------------------------------
+
+
+def _build_runs(optimizer: Optimizer) -> list[list[_Run]]:
+    return [
+        _runs_of_group(group["params"], position)
+        for position, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _runs_of_group(parameters: Sequence[nn.Parameter], position: int) -> list[_Run]:
+    """Split the parameters of one optimizer group into runs, in order of first appearance."""
+    by_group: dict[ParameterGroup, list[_Part]] = {}
+    for number, parameter in enumerate(parameters):
+        group, index = _find(parameter, position, number)
+        local = group.main_weight.get_tensor_view(index)
+        offset = int(local.storage_offset()) if local.numel() else -1
+        by_group.setdefault(group, []).append(_Part(parameter, index, offset, local))
+    runs: list[_Run] = []
+    for group, parts in by_group.items():
+        held = sorted((part for part in parts if part.offset >= 0), key=lambda part: part.offset)
+        empty = [part for part in parts if part.offset < 0]
+        chains = _chains(held) or [[]]
+        chains[0] = chains[0] + empty
+        runs.extend(_make_run(group, chain) for chain in chains)
+    return runs
+
+
+def _find(parameter: object, position: int, number: int) -> tuple[ParameterGroup, int]:
+    """Return where a parameter lies.
+
+    Raises:
+        ConfigTypeError: not a parameter.
+        ConfigError: not the sharded parameter of a unit.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        msg = f"param_groups[{position}] must hold parameters, got {type(parameter).__name__}"
+        raise ConfigTypeError(msg)
+    owner = owner_of(parameter)
+    if owner is None:
+        msg = (
+            f"an optimizer of shards must hold sharded parameters only, got one of shape "
+            f"{tuple(parameter.shape)} in param_groups[{position}], number {number}, that belongs "
+            f"to no unit; shard the module that holds it"
+        )
+        raise ConfigError(msg)
+    group = living_group(owner)
+    for index, member in enumerate(group.members):
+        if member.sharded is parameter:
+            return group, index
+    msg = (
+        f"an optimizer of shards must hold sharded parameters, got the full {owner.fqn!r} in "
+        f"param_groups[{position}]; build the optimizer after fully_shard, outside any forward"
+    )
+    raise ConfigError(msg, fqn=owner.fqn)
+
+
+def _chains(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Split parts sorted by offset where they do not lie side by side."""
+    chains: list[list[_Part]] = []
+    end = -1
+    for part in parts:
+        if part.offset != end:
+            chains.append([])
+        chains[-1].append(part)
+        end = part.offset + part.local.numel()
+    return chains
+
+
+def _make_run(group: ParameterGroup, parts: Sequence[_Part]) -> _Run:
+    """Make a run of parts that lie side by side, followed by empty ones."""
+    held = [part for part in parts if part.offset >= 0]
+    numel = sum(part.local.numel() for part in held)
+    start = held[0].offset if held else 0
+    based = tuple(
+        _Part(
+            part.parameter, part.index, part.offset - start if part.offset >= 0 else -1, part.local
+        )
+        for part in parts
+    )
+    flat = group.main_weight.flat
+    base = start - flat.storage_offset() if held else 0
+    plain = nn.Parameter(flat.detach().narrow(0, base, numel))
+    return _Run(group, based, plain, None)
+
+
+def _grad_of(run: _Run) -> Tensor:
+    held = [part for part in run.parts if part.offset >= 0]
+    buffer = run.group.final_grad
+    start = buffer.get_tensor_view(held[0].index).storage_offset() if held else 0
+    base = start - buffer.flat.storage_offset() if held else 0
+    return buffer.flat.narrow(0, base, run.plain.numel())
+
+
+def _is_uniform(run: _Run) -> bool:
+    """Whether all parts have the gradients of their buffer, or none has any."""
+    grads = [part.parameter.grad for part in run.parts]
+    if all(grad is None for grad in grads):
+        return True
+    bound = [run.group.bound_grad(part.index) for part in run.parts]
+    return all(grad is ours for grad, ours in zip(grads, bound, strict=True))
+
+
+# --- state -----------------------------------------------------------------------------------------
+
+
+def _is_sharded_value(value: object, run: _Run) -> bool:
+    """Whether a value of a run's state has one element for each of the run's."""
+    return isinstance(value, Tensor) and value.shape == run.plain.shape and value.dim() == 1
+
+
+def _shares_storage(shown: object, value: Tensor) -> bool:
+    if not isinstance(shown, DTensor):
+        return False
+    local = local_tensor(shown)
+    same = local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return local.numel() == 0 or same
+
+
+def _wrap_part(part: _Part, value: Tensor) -> DTensor:
+    if part.offset < 0:
+        local = value.new_empty(part.local.shape)
+    else:
+        local = value.narrow(0, part.offset, part.local.numel()).view(part.local.shape)
+    shown = part.parameter
+    assert isinstance(shown, DTensor)
+    return DTensor.from_local(
+        local,
+        shown.device_mesh,
+        shown.placements,
+        run_check=False,
+        shape=shown.shape,
+        stride=shown.stride(),
+    )
+
+
+def _pack_state(run: _Run, public: Any) -> dict[str, Any]:
+    """Build a run's state from that of its parts."""
+    states = [public[part.parameter] for part in run.parts]
+    packed: dict[str, Any] = {}
+    for key, value in states[0].items():
+        if not isinstance(value, DTensor):
+            packed[key] = value
+            continue
+        flat = torch.zeros_like(run.plain, dtype=value.dtype, requires_grad=False)
+        for part, state in zip(run.parts, states, strict=True):
+            if part.offset >= 0:
+                target = flat.narrow(0, part.offset, part.local.numel())
+                target.copy_(local_tensor(state[key]).reshape(-1))
+        packed[key] = flat.detach()
+    return packed

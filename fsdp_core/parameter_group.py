@@ -1,0 +1,479 @@
+"""ParameterGroup: parameters that travel together, their buffers and their representations.
+
+The only conductor: it alone calls buffers, which alone call collectives. One group has one dtype
+and is part of one unit. Each parameter is two objects, whatever happens: the *sharded* one (a
+DTensor over the main weights, which the optimizer and state dicts see) and the *full* one (the
+module's original `Parameter`, a view of the gathered buffer, which autograd sees).
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_core import device as accelerator
+from fsdp_core.dbuffer import DBuffer, MeshAxes
+from fsdp_core.device import Stream
+from fsdp_core.errors import StateError
+from fsdp_core.layout import GlobalLayout
+from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
+from fsdp_core.mixed_precision import MixedPrecisionPolicy
+from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
+from fsdp_core.torch_private import version_of
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place where a module holds a parameter.
+
+    Attributes:
+        owner: the module that holds it, weakly.
+        registry: that module's dict of parameters. Held strongly: it refers to no module.
+        name: the key there.
+        fqn: the name relative to the unit's root module.
+    """
+
+    owner: weakref.ref[nn.Module]
+    registry: dict[str, nn.Parameter | None]
+    name: str
+    fqn: str
+
+
+@dataclass
+class Member:
+    """One physical parameter of a group.
+
+    Attributes:
+        full: the module's original parameter, a view of the gathered buffer once committed.
+        slots: every place that holds it; a tied parameter has several.
+        sharded: the DTensor parameter over this rank's rows.
+    """
+
+    full: nn.Parameter
+    slots: list[Slot]
+    sharded: nn.Parameter = field(init=False)
+
+    @property
+    def fqn(self) -> str:
+        """The parameter's first name, relative to its unit's root module."""
+        return self.slots[0].fqn
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a group is built from, besides its parameters.
+
+    Attributes:
+        axes: the mesh with its groups.
+        placements: of parameters, gradients and optimizer state.
+        precision: the dtypes.
+        grad_divisor: applied to each contribution on top of the mean over the mesh.
+        allgather_stream: gathers, allocates and frees full weights.
+        reduction_stream: reduces, allocates and frees gradient buffers.
+        outer_stream: the reduction that ends a window.
+        owners: the rank that holds each parameter, where placements are TensorAtomic.
+    """
+
+    axes: MeshAxes
+    placements: Placements
+    precision: MixedPrecisionPolicy
+    grad_divisor: float
+    allgather_stream: Stream
+    reduction_stream: Stream
+    outer_stream: Stream
+    owners: dict[nn.Parameter, int] | None = None
+
+
+class ParameterGroup:
+    """Parameters of one dtype that are gathered and reduced together.
+
+    Construction allocates and fills buffers and touches no module; `commit` swaps, and cannot
+    fail.
+
+    Attributes:
+        members: the parameters, in index order of the layout.
+        layout: where each lies; one layout serves all buffers.
+        main_weight: what the optimizer updates, in optimizer placements.
+        full_weight: what compute reads, replicated. Its storage exists only while it is needed,
+            unless `keeps_full`.
+        keeps_full: the parameter placement is replicated, so the full weights always exist.
+        full_numel: elements of the whole parameters, padding included.
+        unit: the unit that the group is part of, weakly; set by the unit.
+    """
+
+    def __init__(self, members: Sequence[Member], spec: GroupSpec) -> None:
+        self.members = tuple(members)
+        self._spec = spec
+        own_dtype = members[0].full.dtype
+        precision = spec.precision
+        main_dtype = precision.main_params_dtype or own_dtype
+        self._compute_dtype = precision.compute_dtype or own_dtype
+        self._main_grad_dtype = precision.main_grads_dtype or own_dtype
+        self._reduce_dtype = precision.grad_comm_dtype or self._compute_dtype
+        self._parameter = specialize(spec.placements.parameter)
+        self._gradient = specialize(spec.placements.gradient)
+        self._optimizer = specialize(spec.placements.optimizer)
+        self._replicated = (Replicate(),) * len(self._parameter)
+        self.layout = _build_layout(self.members, spec)
+        self.full_numel = self.layout.numel
+        self._build_weights(main_dtype)
+        self._main_grad: DBuffer | None = None
+        self._grad_is_final = False
+        self._sharded_grads: tuple[DTensor, ...] = ()
+        self._window_grads: tuple[DTensor, ...] = ()
+        self._main_version = -1
+        self.unit: weakref.ref[Any] = weakref.ref(self)
+        if any(member.full.requires_grad for member in self.members):
+            self._build_gradients()
+
+    # -- construction ------------------------------------------------------------------------
+
+    def _build_weights(self, main_dtype: torch.dtype) -> None:
+        axes, layout = self._spec.axes, self.layout
+        stored_apart = self._parameter != self._optimizer or (
+            self._parameter == self._replicated and main_dtype != self._compute_dtype
+        )
+        self._stored: DBuffer | None = None
+        self._stored_slice: DBuffer | None = None
+        if stored_apart:
+            with accelerator.on_stream(self._spec.allgather_stream):
+                self._stored = DBuffer.empty(axes, self._parameter, layout, self._compute_dtype)
+            self._stored_slice = self._stored.view(self._optimizer)
+        if self._stored_slice is not None and main_dtype == self._compute_dtype:
+            # The main weights are this rank's slice of what is stored anyway.
+            self.main_weight = self._stored_slice
+        else:
+            self.main_weight = DBuffer.empty(axes, self._optimizer, layout, main_dtype)
+        self.keeps_full = self._parameter == self._replicated
+        if self.keeps_full:
+            self.full_weight = self._stored or self.main_weight
+            return
+        with accelerator.on_stream(self._spec.allgather_stream):
+            self.full_weight = DBuffer.empty(axes, self._replicated, layout, self._compute_dtype)
+            # Views must be made while there is memory; they outlive it.
+            self._own_slice = self.full_weight.view(self._parameter)
+            self._make_views(self.full_weight)
+            self.full_weight.release_storage()
+        self._gather_source = self._stored or self.main_weight
+
+    def _make_views(self, buffer: DBuffer) -> list[Tensor]:
+        return [buffer.get_tensor_view(index) for index in range(len(self.members))]
+
+    def _build_gradients(self) -> None:
+        axes, layout = self._spec.axes, self.layout
+        partial = (Partial("avg"),) * len(self._gradient)
+        with accelerator.on_stream(self._spec.reduction_stream):
+            self._main_grad = DBuffer.empty(axes, self._gradient, layout, self._main_grad_dtype)
+            self._partial = DBuffer.empty(axes, partial, layout, self._reduce_dtype)
+            self._partial_views = self._make_views(self._partial)
+            self._partial.release_storage()
+        self._final_grad = self._main_grad.view(self._optimizer)
+
+    def commit(self) -> None:
+        """Fill the main weights and make both representations; from now on modules hold shards.
+
+        Ordering:
+            Reads the original parameters on the current stream.
+        """
+        with torch.no_grad():
+            self.main_weight.flat.zero_()
+            for index, member in enumerate(self.members):
+                self.main_weight.copy_from(index, member.full)
+            for index, member in enumerate(self.members):
+                self._make_sharded(index, member)
+                self._point_to_buffer(index, member)
+        for member in self.members:
+            for slot in member.slots:
+                slot.registry[slot.name] = member.sharded
+
+    def _make_sharded(self, index: int, member: Member) -> None:
+        local = self.main_weight.get_dtensor(index)
+        member.sharded = nn.Parameter(local, requires_grad=member.full.requires_grad)
+        if member.full.requires_grad and self._main_grad_dtype != local.dtype:
+            member.sharded.grad_dtype = self._main_grad_dtype
+        for key, value in vars(member.full).items():
+            setattr(member.sharded, key, value)
+        mark_owner(member.sharded, self, member.fqn)
+
+    def _point_to_buffer(self, index: int, member: Member) -> None:
+        view = self.full_weight.get_tensor_view(index)
+        member.full.data = view
+        member.full.grad = None
+        mark_owner(member.full, self, member.fqn)
+
+    def gather_main_weight(self) -> DBuffer:
+        """Return the whole main weights, gathered into a new buffer on the current stream."""
+        return self.main_weight.redistribute(self._replicated)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full weights."""
+        return self.full_numel * self._compute_dtype.itemsize
+
+    # -- weights -----------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the main weights were written since the full ones were taken from them.
+
+        Why by version counter: whoever writes them in place (an optimizer, a loaded state dict,
+        an initialiser) moves it, so nobody has to tell.
+        """
+        return version_of(self.main_weight.flat) != self._main_version
+
+    def unshard(self) -> int:
+        """Fill the full weights, on the current stream.
+
+        Ordering:
+            Requires that the current stream is the all-gather stream, behind the last writes of
+            the main weights.
+
+        Returns:
+            The number of gathers issued.
+        """
+        gathers = 0
+        if self._stored is not None and self.is_stale:
+            gathers += self._refresh()
+        self._main_version = version_of(self.main_weight.flat)
+        if self.keeps_full:
+            return gathers
+        self.full_weight.reallocate_storage()
+        source = self._gather_source
+        if source.flat.dtype == self._compute_dtype:
+            source.redistribute(self._replicated, out=self.full_weight)
+        else:
+            source.cast(self._compute_dtype, out=self._own_slice)
+            self._own_slice.redistribute(self._replicated, out=self.full_weight)
+        return gathers + 1
+
+    def _refresh(self) -> int:
+        """Bring what is stored in parameter placements up to date with the main weights."""
+        assert self._stored is not None
+        assert self._stored_slice is not None
+        if self.main_weight is not self._stored_slice:
+            self.main_weight.cast(self._compute_dtype, out=self._stored_slice)
+        if self._parameter == self._optimizer:
+            return 0
+        self._stored_slice.redistribute(self._parameter, out=self._stored)
+        return 1
+
+    def reshard(self) -> None:
+        """Give the memory of the full weights back.
+
+        Ordering:
+            Requires that the current stream is the all-gather stream, behind every reader.
+        """
+        if not self.keeps_full:
+            self.full_weight.release_storage()
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    @property
+    def final_grad(self) -> DBuffer:
+        """The gradients that the optimizer gets, in optimizer placements."""
+        assert self._main_grad is not None
+        return self._final_grad
+
+    def bound_grad(self, index: int) -> DTensor | None:
+        """Return the gradient object that a parameter's `.grad` is after a window; None before."""
+        return self._sharded_grads[index] if self._sharded_grads else None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether some parameter is to get a gradient."""
+        return any(member.full.requires_grad for member in self.members)
+
+    def allocate_partial(self) -> None:
+        """Take memory for the gradients of the whole parameters, on the reduction stream."""
+        if self._main_grad is None:
+            self._build_gradients()
+        self._partial.reallocate_storage()
+
+    def copy_in(self) -> None:
+        """Copy the gradients of the full parameters into the partial buffer, and drop them.
+
+        A parameter without a gradient counts as zeros, so that every rank reduces the same
+        elements whatever its own use was.
+
+        Ordering:
+            Runs on the current stream, which must be behind the allocation.
+        """
+        views, grads = [], []
+        for view, member in zip(self._partial_views, self.members, strict=True):
+            grad = member.full.grad
+            if grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                grads.append(grad)
+                member.full.grad = None
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def reduce(self) -> None:
+        """Reduce the partial buffer and add it to the window's gradients, on the current stream.
+
+        Ordering:
+            Requires that the current stream is the reduction stream, behind the copy-in. The
+            partial buffer's memory goes back to that stream's pool.
+        """
+        assert self._main_grad is not None
+        accumulate = self._prepare_window()
+        out = None
+        same_dtype = self._reduce_dtype == self._main_grad_dtype
+        if not accumulate and same_dtype and self._gradient != self._partial.placements:
+            out = self._main_grad
+        contribution = self._partial.redistribute(self._gradient, out=out)
+        if self._spec.grad_divisor != 1:
+            contribution.flat.div_(self._spec.grad_divisor)
+        if accumulate:
+            self._main_grad.flat.add_(contribution.flat)
+        elif out is None:
+            self._main_grad.flat.copy_(contribution.flat)
+        self._partial.release_storage()
+        self._bind_window()
+
+    def finish_window(self) -> None:
+        """Bring the window's gradients into optimizer placements, in place, on the current stream.
+
+        Ordering:
+            Requires that the current stream is behind every `reduce` of the window.
+        """
+        assert self._main_grad is not None
+        if self._gradient != self._optimizer:
+            self._main_grad.redistribute(self._optimizer, out=self._final_grad)
+        self._grad_is_final = True
+        self._bind_final()
+
+    def _prepare_window(self) -> bool:
+        """Make the main gradient ready to be added to.
+
+        Returns:
+            Whether to add: some sharded gradient exists. If not, the next one overwrites.
+        """
+        missing = [m.sharded.grad is None for m in self.members if m.full.requires_grad]
+        accumulate = not all(missing)
+        assert self._main_grad is not None
+        if accumulate and any(missing):
+            self._zero_missing()
+        if accumulate and self._grad_is_final and self._gradient != self._optimizer:
+            self._reopen_window()
+        self._grad_is_final = False
+        return accumulate
+
+    def _zero_missing(self) -> None:
+        """Let a gradient that was dropped alone count as zeros."""
+        current = self._final_grad if self._grad_is_final else self._main_grad
+        assert current is not None
+        for index, member in enumerate(self.members):
+            if member.sharded.grad is None:
+                current.get_tensor_view(index).zero_()
+
+    def _reopen_window(self) -> None:
+        """Turn finished gradients back into summands, so that more can be added.
+
+        An average over an axis that was scattered becomes, on the rank that holds it, the axis'
+        size times its value, and zeros elsewhere: the same average, exact where the size is a
+        power of two. One that was all-reduced is its own average already.
+        """
+        assert self._main_grad is not None
+        scattered = 1
+        for axis, (before, after) in enumerate(zip(self._gradient, self._optimizer, strict=True)):
+            if isinstance(before, Partial) and is_sharded(after):
+                scattered *= self._spec.axes.sizes[axis]
+        if scattered == 1:
+            return
+        kept = self._final_grad.flat * scattered
+        self._main_grad.flat.zero_()
+        self._final_grad.flat.copy_(kept)
+
+    def _bind_window(self) -> None:
+        assert self._main_grad is not None
+        if self._gradient == self._optimizer:
+            self._bind_final()
+            return
+        if not self._window_grads:
+            self._window_grads = _dtensors(self._main_grad, len(self.members))
+        self._bind(self._window_grads)
+
+    def _bind_final(self) -> None:
+        if not self._sharded_grads:
+            self._sharded_grads = _dtensors(self._final_grad, len(self.members))
+        self._bind(self._sharded_grads)
+
+    def _bind(self, grads: Iterable[DTensor]) -> None:
+        """Attach the gradients, each made once, to the sharded parameters."""
+        for member, grad in zip(self.members, grads, strict=True):
+            if member.full.requires_grad and member.sharded.grad is not grad:
+                member.sharded.grad = grad
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient, full and sharded."""
+        for member in self.members:
+            member.full.grad = None
+            member.sharded.grad = None
+        self._grad_is_final = False
+
+
+def _dtensors(buffer: DBuffer, count: int) -> tuple[DTensor, ...]:
+    return tuple(buffer.get_dtensor(index) for index in range(count))
+
+
+def _build_layout(members: Sequence[Member], spec: GroupSpec) -> GlobalLayout:
+    shapes = [tuple(member.full.shape) for member in members]
+    dp_size = spec.axes.mesh.size()
+    kinds = _all_placements(spec.placements)
+    if any(isinstance(kind, TensorAtomic) for kind in kinds):
+        assert spec.owners is not None
+        return build_for_tensor_atomic(shapes, dp_size, [spec.owners[m.full] for m in members])
+    blocks = [kind.block_size for kind in kinds if isinstance(kind, BlockAtomic)]
+    return build_row_atomic_layout(shapes, dp_size, block_size=max(blocks, default=1))
+
+
+def _all_placements(placements: Placements) -> tuple[Placement, ...]:
+    return (*placements.parameter, *placements.gradient, *placements.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Which group a parameter belongs to, and its name there.
+
+    Attributes:
+        group: the group, weakly: a parameter must not keep its unit alive.
+        fqn: the parameter's name relative to the unit's root module.
+    """
+
+    group: weakref.ref[ParameterGroup]
+    fqn: str
+
+
+_OWNER = "_fsdp_core_owner"
+
+
+def mark_owner(parameter: Tensor, group: ParameterGroup, fqn: str) -> None:
+    """Note on a parameter which group it belongs to."""
+    setattr(parameter, _OWNER, Owner(weakref.ref(group), fqn))
+
+
+def owner_of(parameter: Tensor) -> Owner | None:
+    """Return which group a parameter belongs to; None for a foreign one."""
+    owner: Owner | None = getattr(parameter, _OWNER, None)
+    return owner
+
+
+def living_group(owner: Owner) -> ParameterGroup:
+    """Return the group of a parameter.
+
+    Raises:
+        StateError: its model was deleted.
+    """
+    group = owner.group()
+    if group is None:
+        msg = f"the model of parameter {owner.fqn!r} must be alive, but it was deleted"
+        raise StateError(msg, fqn=owner.fqn)
+    return group
