@@ -195,6 +195,8 @@ def host_read(machine: Machine, name: str, accesses: tuple[Access, ...]) -> None
 def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """An operator that reads and writes on the current stream."""
     machine = mode.machine
+    if machine.in_backward:
+        machine.backward.at_op(args)
     accesses, records = _read_arguments(machine, operator, args, kwargs)
     if records and all(record.is_host for record in records):
         return _run_on_host(machine, func, args, kwargs)

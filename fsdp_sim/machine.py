@@ -6,6 +6,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sim.analysis import Analysis
+from fsdp_sim.backward import Backward
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import FINDING_KINDS, Finding
 from fsdp_sim.memory import Memory
@@ -38,6 +39,8 @@ class Machine:
         rank: the host program.
         clocks: happens-before of this rank.
         memory: its storages.
+        backward: its backward passes; ``in_backward`` while one runs that uses several streams.
+        streams: those in use, by id.
         pending: parts of collectives that have been issued and are not complete.
         ranges: open record_function ranges, outermost first, each with the label outside it.
         annotation: the innermost open range of a runtime, which labels what is issued inside it.
@@ -72,11 +75,27 @@ class Machine:
         self.last_work: Any = None
         self.premultiplier: Any = None
         self.cpp_works: list[Any] = []
-        self._stream_count = 0
+        self.backward = Backward(self)
+        self.in_backward = False
+        self.streams: dict[int, Stream] = {}
         self._event_count = 0
         self._op_count = 0
         self.default_stream: Stream
-        self.stream: Stream
+        self._stream: Stream
+
+    # ------------------------------------------------------------------ the current stream
+
+    @property
+    def stream(self) -> "Stream":
+        """The current stream; inside a backward pass that of the node that runs."""
+        if self.in_backward:
+            self.backward.follow()
+        return self._stream
+
+    def select(self, stream: "Stream") -> None:
+        """Make ``stream`` current."""
+        self._stream = stream
+        self.backward.note(stream)
 
     # ------------------------------------------------------------------ ids
 
@@ -86,9 +105,11 @@ class Machine:
 
     def stream_id(self, stream: "Stream") -> int:
         """Return a stream's id; the first use of a stream is an op of its own."""
+        if self.in_backward:
+            self.backward.follow()
         if stream.ordinal < 0:
-            stream.ordinal = self._stream_count
-            self._stream_count += 1
+            stream.ordinal = len(self.streams)
+            self.streams[stream.ordinal] = stream
             self.emit(Kind.STREAM, stream.role, stream.ordinal, source=stream.source)
         return stream.ordinal
 

@@ -44,6 +44,14 @@ class Patches:
         else:
             self._undo.append(lambda: setattr(owner, name, own))
 
+    def define(self, owner: Any, name: str, value: Any) -> None:
+        """Give ``owner`` a name that it may not have."""
+        if hasattr(owner, name):
+            self.replace(owner, name, value)
+            return
+        setattr(owner, name, value)
+        self._undo.append(lambda: delattr(owner, name))
+
     def on_exit(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the replacements are undone."""
         self._undo.append(undo)
@@ -200,6 +208,49 @@ METHODS_WITH_REDUCE_OP = (
 def current_autograd_node() -> Any:
     """Return the backward node that runs on this thread, or None."""
     return torch._C._current_autograd_node()
+
+
+ENGINE_ENTRIES = (
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.graph, "_engine_run_backward"),
+)
+"""Where every backward pass starts: the function and the name that it is called by."""
+
+
+def next_node_number() -> int:
+    """Return the number that this thread's next autograd node will get."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def node_number(node: Any) -> int:
+    """Return the number of an autograd node, which rises with its making; leaves have the greatest."""
+    return node._sequence_nr()
+
+
+def is_leaf_node(node: Any) -> bool:
+    """Whether the node accumulates into ``.grad``."""
+    return node._sequence_nr() == LEAF_NODE_NUMBER
+
+
+LEAF_NODE_NUMBER = 2**64 - 1
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """Return the node that a tensor's gradient flows into."""
+    return torch.autograd.graph._get_grad_fn_or_grad_acc(tensor)
+
+
+def address_of(value: Any) -> int:
+    """Return the address of a tensor's implementation, which outlives its Python half; 0 for others."""
+    return value._cdata if isinstance(value, torch.Tensor) else 0
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a subclass wraps."""
+    if not python_dispatch.is_traceable_wrapper_subclass(tensor):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

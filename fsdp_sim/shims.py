@@ -17,24 +17,61 @@ from fsdp_sim.tensors import access_of
 def install(undo: patches.Patches) -> None:
     """Install every shim; ``undo`` puts all names back."""
     _install_streams(undo)
+    _install_backward(undo)
     _install_host_reads(undo)
     _install_memory(undo)
     _install_groups(undo)
     _install_ranges(undo)
-    undo.replace(torch.cuda, "is_available", lambda: False)
 
 
 def _install_streams(undo: patches.Patches) -> None:
+    """Give torch.cpu what torch.cuda has of streams, and hide CUDA."""
     stream_class, event_class = streams.stream_classes()
-    undo.replace(torch.cpu, "Stream", stream_class)
-    undo.replace(torch.cpu, "Event", event_class)
-    undo.replace(torch.cpu, "StreamContext", streams.StreamContext)
-    undo.replace(torch.cpu, "stream", streams.StreamContext)
-    undo.replace(torch.cpu, "current_stream", streams.current_stream)
-    undo.replace(torch.cpu, "synchronize", streams.synchronize)
-    undo.replace(torch.accelerator, "current_stream", streams.current_stream)
-    undo.replace(torch.accelerator, "synchronize", streams.synchronize)
+    names = {
+        "Stream": stream_class,
+        "Event": event_class,
+        "StreamContext": streams.StreamContext,
+        "stream": streams.stream,
+        "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
+        "set_stream": streams.set_current_stream,
+        "get_stream_from_external": streams.get_stream_from_external,
+        "is_current_stream_capturing": streams.is_current_stream_capturing,
+        "synchronize": streams.synchronize,
+    }
+    for name, value in names.items():
+        undo.define(torch.cpu, name, value)
+    for name in ("current_stream", "set_stream", "synchronize"):
+        undo.define(torch.accelerator, name, names[name])
+    for name in ("Stream", "Event"):
+        undo.replace(torch, name, names[name])
     undo.replace(torch.Tensor, "record_stream", streams.record_stream)
+    for module in (torch.cuda, torch.accelerator):
+        undo.replace(module, "is_available", lambda: False)
+        undo.replace(module, "device_count", lambda: 0)
+    undo.replace(torch.accelerator, "current_accelerator", _no_accelerator)
+
+
+def _no_accelerator(check_available: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
+    """Return None: a rank's device is the CPU's, whatever the machine has."""
+
+
+def _install_backward(undo: patches.Patches) -> None:
+    for owner, name in patches.ENGINE_ENTRIES:
+        undo.replace(owner, name, _following(getattr(owner, name)))
+
+
+def _following(engine: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(engine)
+    def run(roots: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+        machine = machines.current()
+        if machine is None:
+            return engine(roots, gradients, *args, **kwargs)
+        ends = () if kwargs.get("accumulate_grad", True) else args[2]
+        with machine.backward.following(roots, gradients, ends):
+            return engine(roots, gradients, *args, **kwargs)
+
+    return run
 
 
 def _install_host_reads(undo: patches.Patches) -> None:

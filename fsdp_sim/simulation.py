@@ -147,7 +147,8 @@ class Simulation:
     def _body(self, rank: Rank) -> Any:
         machine = self.machines[rank.index]
         LOCAL.rank = machine
-        machine.default_stream = machine.stream = new_stream("default")
+        machine.default_stream = new_stream("default")
+        machine.select(machine.default_stream)
         try:
             with torch.autograd.set_multithreading_enabled(False), RankMode(machine):
                 patches.start_default_group(rank.index, self.settings.world_size, self.store)

@@ -1,0 +1,34 @@
+"""Litmus: run a few lines on one simulated rank and see what is found."""
+
+from collections.abc import Callable
+from typing import Any
+
+import fsdp_sim
+from fsdp_sim.errors import Finding
+from fsdp_sim.op import Op
+
+
+def on_one_rank(program: Callable[[], Any], **options: Any) -> Any:
+    """Return what ``program()`` returns on the only rank of a world; findings are raised."""
+    return fsdp_sim.simulate(lambda rank: program(), 1, **options).results[0]
+
+
+def findings(
+    program: Callable[[], Any], world_size: int = 1, **options: Any
+) -> tuple[Finding, ...]:
+    """Return what is found wrong with ``program()`` run by every rank."""
+    report = fsdp_sim.simulate(lambda rank: program(), world_size, strict=False, **options)
+    return report.findings
+
+
+def is_racy(program: Callable[[], Any], **options: Any) -> bool:
+    """Whether exactly one kind of error is found in ``program()``, and it is a race."""
+    kinds = {finding.kind for finding in findings(program, **options)}
+    assert kinds <= {"Race"}, kinds
+    return bool(kinds)
+
+
+def ops_of(program: Callable[[], Any], **options: Any) -> list[Op]:
+    """Return the ops of ``program()`` on one rank."""
+    report = fsdp_sim.simulate(lambda rank: program(), 1, trace=True, **options)
+    return list(report.trace.ops)
