@@ -19,6 +19,7 @@ from fsdp_sim.program.record import Record
 SPEC_VERSION = 1
 
 DType = Literal["float32", "bfloat16", "float16"]
+Frozen = Literal["none", "weight", "all"]
 LayerKind = Literal["linear", "scale", "rows", "embed"]
 Join = Literal["chain", "sum"]
 Checkpoint = Literal["none", "reentrant", "non_reentrant"]
@@ -54,7 +55,7 @@ class LayerSpec(Record):
     bias: bool = False
     dtype: DType = "float32"
     bias_dtype: DType | None = None
-    frozen: Literal["none", "weight", "all"] = "none"
+    frozen: Frozen = "none"
 
 
 @dataclass(frozen=True, repr=False)

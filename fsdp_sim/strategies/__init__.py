@@ -1,6 +1,6 @@
 """Hypothesis strategies for distributed training programs; one subject a file.
 
-arguments.py   what arguments must hold; odds that shrink to "no"
+arguments.py   what arguments must hold; the draws that all are made of
 tree.py        module_trees, layers
 mesh.py        meshes
 placement.py   placements

@@ -1,10 +1,14 @@
-"""What the arguments of strategies must hold, said once; and odds that shrink to "no"."""
+"""What the arguments of strategies must hold, said once; and the draws that all strategies are made of."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from fsdp_sim.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
@@ -38,6 +42,26 @@ def check_kinds(name: str, kinds: Sequence[str], known: Sequence[str]) -> None:
         raise ConfigError(f"{name} must be some of {', '.join(known)}; got {kinds!r}")
 
 
-def chance(percent: int) -> st.SearchStrategy[bool]:
-    """Return a strategy that is True in about ``percent`` of 100 draws and shrinks to False."""
-    return st.integers(0, 99).map(lambda number: number >= 100 - percent)
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+def number(draw: Draw, low: int, high: int) -> int:
+    """Draw a whole number in ``low..high``; shrinks to ``low``."""
+    value: int = draw(_numbers(low, high))
+    return value
+
+
+def pick(draw: Draw, options: Sequence[T]) -> T:
+    """Draw one of ``options``; shrinks to the first."""
+    return options[number(draw, 0, len(options) - 1)]
+
+
+def maybe(draw: Draw, percent: int) -> bool:
+    """Draw True about ``percent`` times in 100; shrinks to False."""
+    return number(draw, 0, 99) >= 100 - percent
+
+
+@functools.cache
+def _numbers(low: int, high: int) -> st.SearchStrategy[int]:
+    """Return one strategy object per range: making and validating one costs more than drawing from it."""
+    return st.integers(low, high)

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hypothesis import strategies as st
 
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program.check import RANKS_MAX
 from fsdp_sim.program.spec import OwnerSpec
-from fsdp_sim.strategies.arguments import check_kinds, check_range
+from fsdp_sim.strategies.arguments import Draw, check_kinds, check_range, number, pick
 
 OwnerKind = Literal["valid", "missing", "out_of_range", "negative", "disagreeing"]
 OWNER_KINDS: tuple[OwnerKind, ...] = (
@@ -56,18 +56,21 @@ def owner_maps(
         raise ConfigError("parameters must name one at least for a map that is wrong, got none")
     if world_size == 1 and "disagreeing" in kinds:
         raise ConfigError("ranks can disagree in a world of two at least, got world_size 1")
-    return _maps(tuple(parameters), world_size, tuple(kinds))
+    return st.composite(draw_owners)(tuple(parameters), world_size, tuple(kinds))
 
 
-@st.composite
-def _maps(
-    draw: Any, parameters: tuple[str, ...], world_size: int, kinds: tuple[OwnerKind, ...]
+def draw_owners(
+    draw: Draw,
+    parameters: tuple[str, ...],
+    world_size: int,
+    kinds: tuple[OwnerKind, ...] = ("valid",),
 ) -> OwnerMap:
-    owners = [OwnerSpec(name, draw(st.integers(0, world_size - 1))) for name in parameters]
-    kind: OwnerKind = draw(st.sampled_from(kinds))
+    """Draw an owner map, as ``owner_maps`` says."""
+    owners = [OwnerSpec(name, number(draw, 0, world_size - 1)) for name in parameters]
+    kind = pick(draw, kinds)
     if kind == "valid":
         return OwnerMap(tuple(owners))
-    place = draw(st.integers(0, len(owners) - 1))
+    place = number(draw, 0, len(owners) - 1)
     name = owners[place].parameter
     owners[place : place + 1] = _spoilt(owners[place], kind, world_size)
     return OwnerMap(tuple(owners), kind, "ConfigError", name)

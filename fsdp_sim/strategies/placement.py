@@ -8,6 +8,10 @@ from fsdp_sim.program.placements import strategies
 from fsdp_sim.program.spec import Strategy
 from fsdp_sim.strategies.arguments import check_kinds, check_range
 
+SIMPLEST_FIRST: tuple[Strategy, ...] = (
+    "zero3", "zero2", "zero1", "no_shard", "hsdp", "hfsdp", "zero1_zero2",
+)  # fmt: skip
+
 
 def placements(
     mesh: tuple[int, ...], *, kinds: Sequence[Strategy] | None = None

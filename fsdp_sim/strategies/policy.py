@@ -1,37 +1,40 @@
 """policies, precisions, contexts, optimizers: the options of a unit, a context and an optimizer."""
 
-from typing import Any
-
 from hypothesis import strategies as st
 
 from fsdp_sim.program.spec import (
     ContextSpec,
     DType,
     Implementation,
+    OptimizerKind,
     OptimizerSpec,
     PrecisionSpec,
     Strategy,
     UnitSpec,
 )
-from fsdp_sim.strategies.arguments import chance, check_range
+from fsdp_sim.strategies.arguments import Draw, check_range, maybe, number, pick
 
 _BUDGET_MAX = 1_000_000
 
 
-@st.composite
-def _policies(draw: Any, strategy: Strategy, budget_max: int, *, low_precision: bool) -> UnitSpec:
-    budgets = st.one_of(st.none(), st.integers(0, budget_max))
-    plain = not draw(chance(50))
-    if plain:
+def draw_policy(
+    draw: Draw, strategy: Strategy, budget_max: int, *, low_precision: bool
+) -> UnitSpec:
+    """Draw the options of one unit, as ``policies`` says."""
+    if not maybe(draw, 50):
         return UnitSpec(strategy)
     return UnitSpec(
         strategy,
-        precision=draw(precisions()) if low_precision and draw(chance(40)) else None,
-        grad_divisor=draw(st.sampled_from((1, 1, 2, 4))),
-        forward_prefetch=draw(budgets),
-        backward_prefetch=draw(budgets),
-        reshard_after_forward=not draw(chance(30)),
+        precision=_precision(draw) if low_precision and maybe(draw, 40) else None,
+        grad_divisor=pick(draw, (1, 1, 2, 4)),
+        forward_prefetch=_budget(draw, budget_max),
+        backward_prefetch=_budget(draw, budget_max),
+        reshard_after_forward=not maybe(draw, 30),
     )
+
+
+def _budget(draw: Draw, budget_max: int) -> int | None:
+    return number(draw, 0, budget_max) if maybe(draw, 50) else None
 
 
 def policies(
@@ -51,7 +54,7 @@ def policies(
         ConfigError: ``budget_max`` is out of range.
     """
     check_range("budget_max", budget_max, 0, _BUDGET_MAX)
-    return _policies(strategy, budget_max, low_precision=low_precision)
+    return st.composite(draw_policy)(strategy, budget_max, low_precision=low_precision)
 
 
 def precisions() -> st.SearchStrategy[PrecisionSpec]:
@@ -60,25 +63,23 @@ def precisions() -> st.SearchStrategy[PrecisionSpec]:
     Example:
         >>> precisions()  # PrecisionSpec(compute="bfloat16", main_grads="float32")
     """
-    dtypes: st.SearchStrategy[DType | None] = st.sampled_from((None, "float32", "bfloat16"))
-    return st.builds(
-        PrecisionSpec,
-        main_params=st.just("float32"),
-        main_grads=dtypes,
-        grad_comm=dtypes,
-        compute=dtypes,
-    )
+    return st.composite(_precision)()
 
 
-@st.composite
-def _contexts(draw: Any, *, recorded: bool) -> ContextSpec:
-    if not draw(chance(60)):
+def _precision(draw: Draw) -> PrecisionSpec:
+    dtypes: tuple[DType | None, ...] = (None, "float32", "bfloat16")
+    return PrecisionSpec("float32", *(pick(draw, dtypes) for _ in range(3)))
+
+
+def draw_context(draw: Draw, *, recorded: bool) -> ContextSpec:
+    """Draw the options of a context, as ``contexts`` says."""
+    if not maybe(draw, 60):
         return ContextSpec()
     return ContextSpec(
-        prefetch_order="recorded" if recorded and draw(chance(45)) else "registration",
-        overlap_allgather_reduction=not draw(chance(30)),
-        overlap_outer_communication=draw(chance(30)),
-        caller_managed_grad_sync=draw(chance(20)),
+        prefetch_order="recorded" if recorded and maybe(draw, 45) else "registration",
+        overlap_allgather_reduction=not maybe(draw, 30),
+        overlap_outer_communication=maybe(draw, 30),
+        caller_managed_grad_sync=maybe(draw, 20),
     )
 
 
@@ -91,21 +92,22 @@ def contexts(*, recorded: bool = True) -> st.SearchStrategy[ContextSpec]:
     Example:
         >>> contexts(recorded=False)
     """
-    return _contexts(recorded=recorded)
+    return st.composite(draw_context)(recorded=recorded)
 
 
-@st.composite
-def _optimizers(draw: Any) -> OptimizerSpec:
-    if not draw(chance(50)):
+def draw_optimizer(draw: Draw) -> OptimizerSpec:
+    """Draw an optimizer, as ``optimizers`` says."""
+    if not maybe(draw, 50):
         return OptimizerSpec()
-    how: Implementation = draw(st.sampled_from(("plain", "foreach", "fused")))
-    kind = draw(st.sampled_from(("sgd", "sgd", "adam", "adamw")))
-    decay = 0.5 if draw(chance(20)) else 0.0
-    if kind != "sgd":
-        return OptimizerSpec(kind, 0.5, 0.0, decay, how)
-    return OptimizerSpec(
-        "sgd", draw(st.sampled_from((1.0, 0.5))), draw(st.sampled_from((0.0, 0.5))), decay, how
-    )
+    implementations: tuple[Implementation, ...] = ("plain", "foreach", "fused")
+    implementation = pick(draw, implementations)
+    decay = 0.5 if maybe(draw, 20) else 0.0
+    kinds: tuple[OptimizerKind, ...] = ("sgd", "sgd", "adam", "adamw")
+    kind = pick(draw, kinds)
+    if kind == "sgd":
+        rate, momentum = pick(draw, (1.0, 0.5)), pick(draw, (0.0, 0.5))
+        return OptimizerSpec(kind, rate, momentum, decay, implementation)
+    return OptimizerSpec(kind, 0.5, 0.0, decay, implementation)
 
 
 def optimizers() -> st.SearchStrategy[OptimizerSpec]:
@@ -114,4 +116,4 @@ def optimizers() -> st.SearchStrategy[OptimizerSpec]:
     Example:
         >>> optimizers()  # OptimizerSpec(kind="adamw", lr=0.5, implementation="foreach")
     """
-    return _optimizers()
+    return st.composite(draw_optimizer)()

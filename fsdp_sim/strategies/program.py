@@ -2,26 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hypothesis import strategies as st
 
 from fsdp_sim.program.exactness import is_exact
-from fsdp_sim.program.spec import (
-    ModuleSpec,
-    OwnerSpec,
-    ProgramSpec,
-    Strategy,
-    TieSpec,
-)
+from fsdp_sim.program.placements import ONE_AXIS, TWO_AXES, strategies
+from fsdp_sim.program.spec import ModuleSpec, ProgramSpec, Strategy, TieSpec
 from fsdp_sim.program.tree import owning_unit, parameter_names, replace_module, walk
-from fsdp_sim.strategies.arguments import chance
+from fsdp_sim.strategies.arguments import Draw, check_kinds, maybe, number, pick
 from fsdp_sim.strategies.mesh import meshes
-from fsdp_sim.strategies.owner import owner_maps
-from fsdp_sim.strategies.placement import placements
-from fsdp_sim.strategies.policy import contexts, optimizers, policies
-from fsdp_sim.strategies.step import steps
-from fsdp_sim.strategies.tree import module_trees
+from fsdp_sim.strategies.owner import draw_owners
+from fsdp_sim.strategies.placement import SIMPLEST_FIRST
+from fsdp_sim.strategies.policy import draw_context, draw_optimizer, draw_policy
+from fsdp_sim.strategies.step import draw_steps, steps
+from fsdp_sim.strategies.tree import draw_tree, module_trees
+
+_BUDGET_MAX = 24
 
 
 @dataclass(frozen=True)
@@ -81,70 +77,73 @@ def programs(
         exceptions,
         low_precision,
     )
-    meshes(ranks_max=ranks_max)
+    if kinds is not None:
+        check_kinds("kinds", kinds, tuple(dict.fromkeys((*ONE_AXIS, *TWO_AXES))))
     module_trees(depth_max=depth_max, modules_max=modules_max)
     steps(ModuleSpec(), 1, steps_max=steps_max)
-    return _programs(limits)
+    return _programs(meshes(ranks_max=ranks_max, axes_min=2 if _hybrid(kinds) else 1), limits)
+
+
+def _hybrid(kinds: Sequence[Strategy] | None) -> bool:
+    """Return whether all the strategies need two axes."""
+    return kinds is not None and not any(kind in ONE_AXIS for kind in kinds)
 
 
 @st.composite
-def _programs(draw: Any, limits: _Limits) -> ProgramSpec:
-    kinds = limits.kinds
-    hybrid = kinds is not None and all(kind in ("hsdp", "hfsdp", "zero1_zero2") for kind in kinds)
-    mesh = draw(meshes(ranks_max=limits.ranks_max).filter(lambda m: len(m) > 1 or not hybrid))
-    context = draw(contexts(recorded=limits.recorded))
-    model = draw(
-        module_trees(
-            depth_max=limits.depth_max,
-            modules_max=limits.modules_max,
-            low_precision=limits.low_precision,
-        )
+def _programs(
+    draw: Draw, mesh_shapes: st.SearchStrategy[tuple[int, ...]], limits: _Limits
+) -> ProgramSpec:
+    mesh = draw(mesh_shapes)
+    context = draw_context(draw, recorded=limits.recorded)
+    model = draw_tree(
+        draw, limits.depth_max, limits.modules_max, low_precision=limits.low_precision
     )
-    model = _with_options(draw, model, mesh, limits)
     bare = ProgramSpec(
-        model,
+        _with_options(draw, model, len(mesh), limits),
         mesh,
-        width=draw(st.integers(1, 4)),
-        batch=draw(st.integers(1, 2)),
+        width=number(draw, 1, 4),
+        batch=number(draw, 1, 2),
         context=context,
-        optimizer=draw(optimizers()),
+        optimizer=draw_optimizer(draw),
     )
-    tied = _tied(draw, bare)
-    world = bare.world_size
-    ran = steps(
-        tied.model, world, context, steps_max=limits.steps_max, exceptions=limits.exceptions
+    program = _with_owners(draw, _tied(draw, bare))
+    ran = draw_steps(
+        draw,
+        program.model,
+        program.world_size,
+        limits.steps_max,
+        recorded=context.prefetch_order == "recorded",
+        exceptions=limits.exceptions,
     )
-    program = replace(tied, owners=_owners(draw, tied), steps=draw(ran))
+    program = replace(program, steps=ran)
     return program if is_exact(program) else _in_full_precision(program)
 
 
-def _with_options(
-    draw: Any, model: ModuleSpec, mesh: tuple[int, ...], limits: _Limits
-) -> ModuleSpec:
+def _with_options(draw: Draw, model: ModuleSpec, axes: int, limits: _Limits) -> ModuleSpec:
     """Return ``model`` with a strategy and options for each unit; most programs have one strategy."""
-    kinds = limits.kinds
-    if kinds is not None and len(mesh) > 1:
-        kinds = tuple(kind for kind in kinds if kind != "tensor_atomic")
-    if kinds is not None and len(mesh) == 1:
-        kinds = tuple(kind for kind in kinds if kind not in ("hsdp", "hfsdp", "zero1_zero2"))
-    if kinds is None and len(mesh) == 1 and draw(chance(14)):
-        kinds = ("tensor_atomic",)
-    drawn = placements(mesh, kinds=kinds)
-    common = draw(drawn)
-    each = draw(chance(20))
+    allowed = _allowed(draw, axes, limits)
+    common, each = pick(draw, allowed), maybe(draw, 20)
 
     def options(module: ModuleSpec) -> ModuleSpec:
         unit = module.unit
         if unit is not None:
-            strategy = draw(drawn) if each else common
-            said = draw(policies(strategy, low_precision=limits.low_precision))
+            strategy = pick(draw, allowed) if each else common
+            said = draw_policy(draw, strategy, _BUDGET_MAX, low_precision=limits.low_precision)
             unit = replace(said, group=unit.group)
         return replace(module, unit=unit, children=tuple(options(c) for c in module.children))
 
     return options(model)
 
 
-def _tied(draw: Any, program: ProgramSpec) -> ProgramSpec:
+def _allowed(draw: Draw, axes: int, limits: _Limits) -> tuple[Strategy, ...]:
+    """Return the strategies to choose from on a mesh of so many axes, the simplest first."""
+    if limits.kinds is None and axes == 1 and maybe(draw, 14):
+        return ("tensor_atomic",)
+    wanted = limits.kinds or SIMPLEST_FIRST
+    return tuple(kind for kind in wanted if kind in strategies(axes))
+
+
+def _tied(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     """Return ``program`` with two layers of one unit tied, sometimes; the second becomes as the first."""
     owner = owning_unit(program)
     layers = [(path, module.layer) for path, module in walk(program.model) if module.layer]
@@ -154,22 +153,20 @@ def _tied(draw: Any, program: ProgramSpec) -> ProgramSpec:
         for right, _ in layers[n + 1 :]
         if owner[left] == owner[right]
     ]
-    if not pairs or not draw(chance(25)):
+    if not pairs or not maybe(draw, 25):
         return program
-    tie = draw(st.sampled_from(pairs))
+    tie = pick(draw, pairs)
     model = replace_module(program.model, tie.module, layer=dict(layers)[tie.source])
     return replace(program, model=model, ties=(tie,))
 
 
-def _owners(draw: Any, program: ProgramSpec) -> tuple[OwnerSpec, ...]:
-    """Draw an owner map for the parameters of units that keep whole tensors."""
+def _with_owners(draw: Draw, program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` with an owner for each parameter, if some unit keeps whole tensors."""
     modules = [module.unit.strategy for _, module in walk(program.model) if module.unit]
     if "tensor_atomic" not in modules:
-        return ()
-    owners: tuple[OwnerSpec, ...] = draw(
-        owner_maps(parameter_names(program), program.world_size)
-    ).owners
-    return owners
+        return program
+    drawn = draw_owners(draw, parameter_names(program), program.world_size)
+    return replace(program, owners=drawn.owners)
 
 
 def _in_full_precision(program: ProgramSpec) -> ProgramSpec:

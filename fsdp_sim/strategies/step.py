@@ -1,7 +1,7 @@
 """steps: what a program runs, valid by construction for its model."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -17,7 +17,9 @@ from fsdp_sim.program.spec import (
     StepSpec,
 )
 from fsdp_sim.program.tree import walk
-from fsdp_sim.strategies.arguments import chance, check_range
+from fsdp_sim.strategies.arguments import Draw, check_range, maybe, number, pick
+
+Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class _World:
     """
 
     nodes: dict[str, ModuleSpec]
-    free: frozenset[str]
+    free: tuple[str, ...]
     world_size: int
     recorded: bool
 
@@ -68,11 +70,12 @@ def steps(
     check_range("world_size", world_size, 1, 4096)
     check_range("steps_max", steps_max, 1, STEPS_MAX)
     recorded = context is not None and context.prefetch_order == "recorded"
-    world = _World(dict(walk(model)), _rank_free(model), world_size, recorded)
-    return _steps(world, steps_max, exceptions=exceptions)
+    return st.composite(draw_steps)(
+        model, world_size, steps_max, recorded=recorded, exceptions=exceptions
+    )
 
 
-def _rank_free(model: ModuleSpec) -> frozenset[str]:
+def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
     """Return the modules whose calls may differ from rank to rank.
 
     Such a module has no unit below it, and it or a module above it, up to its unit, has a trainable weight
@@ -87,84 +90,84 @@ def _rank_free(model: ModuleSpec) -> frozenset[str]:
         below = [child for below_path, child in walk(module) if below_path]
         if anchored[path] and module.children and not any(child.unit for child in below):
             free.append(path)
-    return frozenset(free)
+    return tuple(free)
 
 
-@st.composite
-def _steps(draw: Any, world: _World, steps_max: int, *, exceptions: bool) -> tuple[StepSpec, ...]:
-    same = _training_pass(draw, world) if world.recorded else None
-    count = draw(st.integers(1, steps_max))
+def draw_steps(
+    draw: Draw,
+    model: ModuleSpec,
+    world_size: int,
+    steps_max: int,
+    *,
+    recorded: bool,
+    exceptions: bool,
+) -> tuple[StepSpec, ...]:
+    """Draw steps, as ``steps`` says."""
+    world = _World(dict(walk(model)), _rank_free(model), world_size, recorded)
+    same = _training_pass(draw, world) if recorded else None
+    count = number(draw, 1, steps_max)
     return tuple(_step(draw, world, same, exceptions=exceptions) for _ in range(count))
 
 
-def _step(draw: Any, world: _World, same: PassSpec | None, *, exceptions: bool) -> StepSpec:
-    microbatches = draw(st.sampled_from((1, 1, 1, 2, 2, 3)))
+def _step(draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool) -> StepSpec:
+    microbatches = pick(draw, (1, 1, 1, 2, 2, 3))
     passes = [same or _training_pass(draw, world) for _ in range(microbatches)]
-    if draw(chance(24)):
-        place = draw(st.integers(0, len(passes)))
-        passes.insert(place, _evaluation(draw, world))
-    if exceptions and draw(chance(10)):
-        place = draw(st.integers(0, len(passes) - 1))
+    if maybe(draw, 24):
+        passes.insert(number(draw, 0, len(passes)), _evaluation(draw, world))
+    if exceptions and maybe(draw, 10):
+        place = number(draw, 0, len(passes) - 1)
         passes[place] = _raising(draw, world, passes[place])
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
-    if not world.recorded and draw(chance(6)):
-        layer = st.sampled_from([path for path, module in world.nodes.items() if module.layer])
-        freeze, unfreeze = ((draw(layer),), ()) if draw(st.booleans()) else ((), (draw(layer),))
+    if not world.recorded and maybe(draw, 8):
+        layer = pick(draw, [path for path, module in world.nodes.items() if module.layer])
+        freeze, unfreeze = ((), (layer,)) if maybe(draw, 50) else ((layer,), ())
     return StepSpec(
-        tuple(passes), set_to_none=not draw(chance(15)), freeze=freeze, unfreeze=unfreeze
+        tuple(passes), set_to_none=not maybe(draw, 15), freeze=freeze, unfreeze=unfreeze
     )
 
 
-def _training_pass(draw: Any, world: _World) -> PassSpec:
-    forwards = 2 if draw(chance(15)) else 1
-    backward: Backward = "joint"
-    if forwards > 1 and not world.recorded:
-        backward = draw(st.sampled_from(("joint", "each", "each_reversed")))
-    return PassSpec(
-        forwards=forwards,
-        backward=backward,
-        input_grad=draw(chance(20)),
-        calls=_calls(draw, world) if draw(chance(55)) else (),
-    )
+def _training_pass(draw: Draw, world: _World) -> PassSpec:
+    calls = _calls(draw, world) if maybe(draw, 55) else ()
+    if not maybe(draw, 40):
+        return PassSpec(calls=calls)
+    forwards = number(draw, 1, 2)
+    backwards: tuple[Backward, ...] = ("joint", "each", "each_reversed")
+    backward = pick(draw, backwards) if forwards > 1 and not world.recorded else "joint"
+    return PassSpec("train", forwards, backward, maybe(draw, 60), calls)
 
 
-def _evaluation(draw: Any, world: _World) -> PassSpec:
-    kinds: tuple[PassKind, ...] = ("no_grad", "inference")
-    if not world.recorded:
-        kinds = (*kinds, "enabled")
-    return PassSpec(
-        draw(st.sampled_from(kinds)), calls=_calls(draw, world) if draw(chance(30)) else ()
-    )
+def _evaluation(draw: Draw, world: _World) -> PassSpec:
+    kinds: tuple[PassKind, ...] = ("no_grad", "inference", "enabled")
+    kind = pick(draw, kinds[:2] if world.recorded else kinds)
+    return PassSpec(kind, calls=_calls(draw, world) if maybe(draw, 30) else ())
 
 
-def _raising(draw: Any, world: _World, one: PassSpec) -> PassSpec:
+def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
     """Return ``one`` with an exception on all ranks."""
-    path = draw(st.sampled_from(list(world.nodes)))
-    in_backward = one.kind == "train" and draw(st.booleans())
-    phase: Literal["forward", "backward"] = "backward" if in_backward else "forward"
-    raises = RaiseSpec(path, phase, reset=not draw(chance(30)))
-    return PassSpec(one.kind, one.forwards, one.backward, one.input_grad, one.calls, raises)
+    path = pick(draw, list(world.nodes))
+    phase: Phase = "backward" if one.kind == "train" and maybe(draw, 50) else "forward"
+    return replace(one, raises=RaiseSpec(path, phase, reset=not maybe(draw, 30)))
 
 
-def _calls(draw: Any, world: _World) -> tuple[CallsSpec, ...]:
-    """Draw what one or two of the modules with children call."""
+def _calls(draw: Draw, world: _World) -> tuple[CallsSpec, ...]:
+    """Draw what one of the modules with children calls, and sometimes a second one."""
     parents = [path for path, module in world.nodes.items() if module.children]
     if not parents:
         return ()
-    if world.free and world.world_size > 1 and draw(chance(50)):
-        return (_call(draw, world, draw(st.sampled_from(sorted(world.free)))),)
-    chosen = draw(st.lists(st.sampled_from(parents), min_size=1, max_size=2, unique=True))
+    if world.free and world.world_size > 1 and maybe(draw, 50):
+        return (_call(draw, world, pick(draw, world.free)),)
+    first, second = pick(draw, parents), pick(draw, parents)
+    chosen = (first,) if first == second else (first, second)
     return tuple(_call(draw, world, path) for path in chosen)
 
 
-def _call(draw: Any, world: _World, path: str) -> CallsSpec:
+def _call(draw: Draw, world: _World, path: str) -> CallsSpec:
     count = len(world.nodes[path].children)
-    order = tuple(draw(st.lists(st.integers(0, count - 1), max_size=count + 1)))
-    dropped: tuple[int, ...] = ()
-    if order and draw(chance(15)):
-        dropped = (draw(st.integers(0, len(order) - 1)),)
-    ranks = None
-    if path in world.free and world.world_size > 1 and draw(chance(75)):
-        ranks = (draw(st.integers(0, world.world_size - 1)),)
+    length = number(draw, 0, count + 1)
+    order = tuple(number(draw, 0, count - 1) for _ in range(length))
+    dropped = (number(draw, 0, length - 1),) if order and maybe(draw, 15) else ()
+    ranks: tuple[int, ...] | None = None
+    if path in world.free and world.world_size > 1 and maybe(draw, 75):
+        ranks = (number(draw, 0, world.world_size - 1),)
     return CallsSpec(path, order, dropped, ranks)

@@ -1,17 +1,26 @@
 """module_trees: trees of modules, units among them."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hypothesis import strategies as st
 
-from fsdp_sim.program.spec import LayerSpec, ModuleSpec, UnitSpec
+from fsdp_sim.program.spec import (
+    Checkpoint,
+    DType,
+    Frozen,
+    LayerKind,
+    LayerSpec,
+    ModuleSpec,
+    Output,
+    UnitSpec,
+)
 from fsdp_sim.program.tree import walk
-from fsdp_sim.strategies.arguments import chance, check_bounds, check_range
+from fsdp_sim.strategies.arguments import Draw, check_bounds, check_range, maybe, number, pick
 
 _DEPTH_MAX = 8
 _MODULES_MAX = 64
-_OUTPUTS = (
+_ROWS_MAX = 5
+_OUTPUTS: tuple[Output, ...] = (
     "tuple", "list", "dict", "nested", "namedtuple", "dataclass", "frozen_dataclass",
 )  # fmt: skip
 
@@ -53,7 +62,9 @@ def module_trees(
     check_range("depth_max", depth_max, 0, _DEPTH_MAX)
     check_range("modules_max", modules_max, 1, _MODULES_MAX)
     check_range("children_max", children_max, 0, _MODULES_MAX)
-    return _trees(depth_max, _Budget(modules_max, children_max, low_precision))
+    return st.composite(draw_tree)(
+        depth_max, modules_max, children_max=children_max, low_precision=low_precision
+    )
 
 
 def layers(
@@ -75,74 +86,86 @@ def layers(
     check_range("rows_min", rows_min, 0, 64)
     check_range("rows_max", rows_max, 1, 64)
     check_bounds("rows", rows_min, rows_max)
-    return _layers(rows_min, rows_max, low_precision=low_precision)
+    return st.composite(_layer)(rows_min, rows_max, low_precision=low_precision)
 
 
-@st.composite
-def _layers(draw: Any, rows_min: int, rows_max: int, *, low_precision: bool) -> LayerSpec:
-    kind = draw(st.sampled_from(("linear", "linear", "scale", "rows", "embed")))
-    rows = 1
+def _layer(draw: Draw, rows_min: int, rows_max: int, *, low_precision: bool) -> LayerSpec:
+    kinds: tuple[LayerKind, ...] = ("linear", "linear", "scale", "rows", "embed")
+    kind, rows = pick(draw, kinds), 1
     if kind in ("rows", "embed"):
-        rows = draw(st.integers(max(rows_min, kind == "embed"), rows_max))
-    bias = draw(chance(40))
-    low = low_precision and draw(chance(12))
-    mixed = low_precision and bias and draw(chance(20))
+        rows = number(draw, max(rows_min, kind == "embed"), rows_max)
+    if not maybe(draw, 55):
+        return LayerSpec(kind, rows)
+    bias = maybe(draw, 60)
+    low = low_precision and maybe(draw, 22)
+    mixed = low_precision and bias and maybe(draw, 20)
+    frozen: tuple[Frozen, ...] = ("none",) * 4 + ("weight", "all")
+    other: DType = "float32" if low else "bfloat16"
     return LayerSpec(
         kind,
         rows,
         bias,
         dtype="bfloat16" if low else "float32",
-        bias_dtype=("float32" if low else "bfloat16") if mixed else None,
-        frozen=draw(st.sampled_from(("none",) * 8 + ("weight", "all"))),
+        bias_dtype=other if mixed else None,
+        frozen=pick(draw, frozen),
     )
 
 
-@st.composite
-def _trees(draw: Any, depth_max: int, start: _Budget) -> ModuleSpec:
-    budget = replace(start, modules=start.modules - 1)
+def draw_tree(
+    draw: Draw,
+    depth_max: int,
+    modules_max: int,
+    *,
+    children_max: int = 3,
+    low_precision: bool,
+) -> ModuleSpec:
+    """Draw a tree, as ``module_trees`` says."""
+    budget = _Budget(modules_max - 1, children_max, low_precision)
     tree = _node(draw, depth_max, budget, is_top=True, covered=False)
     if all(module.layer is None for _, module in walk(tree)):
-        tree = replace(
-            tree, layer=draw(_layers(0, 5, low_precision=budget.low_precision)), unit=UnitSpec()
-        )
+        layer = _layer(draw, 0, _ROWS_MAX, low_precision=low_precision)
+        tree = replace(tree, layer=layer, unit=UnitSpec())
     return _grouped(draw, tree)
 
 
-def _node(draw: Any, depth: int, budget: _Budget, *, is_top: bool, covered: bool) -> ModuleSpec:
+def _node(draw: Draw, depth: int, budget: _Budget, *, is_top: bool, covered: bool) -> ModuleSpec:
     """Draw a module; ``covered`` says that a unit lies above it."""
     count = _child_count(draw, depth, budget, is_top=is_top)
-    has_layer = not draw(chance(65 if count else 8))
-    is_unit = draw(chance(60 if is_top or not covered else 45)) or (has_layer and not covered)
-    below = covered or is_unit
+    has_layer = not maybe(draw, 65 if count else 8)
+    is_unit = maybe(draw, 45 if covered else 60) or (has_layer and not covered)
     children = tuple(
-        _node(draw, depth - 1, budget, is_top=False, covered=below) for _ in range(count)
+        _node(draw, depth - 1, budget, is_top=False, covered=covered or is_unit)
+        for _ in range(count)
     )
     return ModuleSpec(
-        layer=draw(_layers(0, 5, low_precision=budget.low_precision)) if has_layer else None,
+        layer=_layer(draw, 0, _ROWS_MAX, low_precision=budget.low_precision) if has_layer else None,
         unit=UnitSpec() if is_unit else None,
         children=children,
-        join="sum" if count > 1 and draw(chance(25)) else "chain",
-        checkpoint=_checkpoint(draw) if not is_top else "none",
-        output=draw(st.sampled_from(_OUTPUTS)) if draw(chance(10)) else "tensor",
+        join="sum" if count > 1 and maybe(draw, 25) else "chain",
+        checkpoint="none" if is_top else _checkpoint(draw),
+        output=pick(draw, _OUTPUTS) if maybe(draw, 10) else "tensor",
     )
 
 
-def _child_count(draw: Any, depth: int, budget: _Budget, *, is_top: bool) -> int:
+def _child_count(draw: Draw, depth: int, budget: _Budget, *, is_top: bool) -> int:
     most = min(budget.children_max, budget.modules) if depth > 0 else 0
-    if most == 0 or (not is_top and not draw(chance(45))):
+    if most == 0 or (not is_top and not maybe(draw, 45)):
         return 0
-    count: int = draw(st.integers(0, most))
+    count = number(draw, 0, most)
     budget.modules -= count
     return count
 
 
-def _checkpoint(draw: Any) -> Any:
-    return draw(st.sampled_from(("non_reentrant", "reentrant"))) if draw(chance(14)) else "none"
+def _checkpoint(draw: Draw) -> Checkpoint:
+    odds = number(draw, 0, 99)
+    if odds < 86:
+        return "none"
+    return "non_reentrant" if odds < 93 else "reentrant"
 
 
-def _grouped(draw: Any, tree: ModuleSpec) -> ModuleSpec:
+def _grouped(draw: Draw, tree: ModuleSpec) -> ModuleSpec:
     """Make one unit of the first and the last child of some module, if both are units."""
-    if not draw(chance(30)):
+    if not maybe(draw, 30):
         return tree
     children = tuple(_grouped_inside(child, str(n)) for n, child in enumerate(tree.children))
     return _joined(replace(tree, children=children), "g")
