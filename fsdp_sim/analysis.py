@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from fsdp_sim.checkers import Checker
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
 from fsdp_sim.op import Kind, Op
+
+_C = TypeVar("_C")
 
 STEPS_KEPT = 64
 """Steps that a finding lists; its count goes on."""
@@ -20,6 +23,10 @@ class _Group:
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     steps: dict[int, None] = field(default_factory=dict)
+
+    def checker(self, kind: type[_C]) -> _C | None:
+        """Return the checker of a class, if it takes part."""
+        return next((checker for checker in self.checkers if isinstance(checker, kind)), None)
 
     def add(self, finding: Finding, step: int | None) -> None:
         """Count one more occurrence."""
@@ -81,6 +88,10 @@ class Analysis:
         new = [finding for checker in self.checkers for finding in checker.on_end()]
         self._merge(new)
         return new
+
+    def checker(self, kind: type[_C]) -> _C | None:
+        """Return the checker of a class, if it takes part."""
+        return next((checker for checker in self.checkers if isinstance(checker, kind)), None)
 
     def add(self, finding: Finding) -> None:
         """Take in a finding that no checker made, such as a deadlock."""

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Iterable
 
+from fsdp_sim.checkers.capture import Capture
 from fsdp_sim.checkers.checker import Checker
 from fsdp_sim.checkers.collective_match import CollectiveMatch
 from fsdp_sim.checkers.lifetime import Lifetime
+from fsdp_sim.checkers.memory_peak import MemoryPeak
+from fsdp_sim.checkers.prefetch import Prefetch
 from fsdp_sim.checkers.races import Races
+from fsdp_sim.checkers.rest import Rest
 from fsdp_sim.checkers.words import Words
 from fsdp_sim.errors import ConfigError
 
@@ -15,6 +19,10 @@ CHECKERS: dict[str, Callable[[Words], Checker]] = {
     "races": Races,
     "lifetime": Lifetime,
     "collective_match": CollectiveMatch,
+    "capture": Capture,
+    "rest": Rest,
+    "prefetch": Prefetch,
+    "memory_peak": MemoryPeak,
 }
 """Every checker by the name that users give."""
 
@@ -30,4 +38,6 @@ def make(names: Iterable[str] = tuple(CHECKERS)) -> list[Checker]:
         if name not in CHECKERS:
             raise ConfigError(f"checkers must be among {', '.join(CHECKERS)}, got {name!r}")
     words = Words()
-    return [words, *(factory(words) for name, factory in CHECKERS.items() if name in wanted)]
+    chosen = [factory(words) for name, factory in CHECKERS.items() if name in wanted]
+    # Last, so that a checker that sees a FREE can still ask where the block was born.
+    return [*chosen, words]

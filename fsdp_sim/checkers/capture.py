@@ -1,0 +1,160 @@
+"""Capture: a training step can be captured in a CUDA graph."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fsdp_sim.checkers.checker import ALLOC, RANGE_POP, RANGE_PUSH, WORK_KINDS
+from fsdp_sim.checkers.words import Words, place
+from fsdp_sim.clock import Clocks
+from fsdp_sim.errors import Finding
+from fsdp_sim.op import Kind, Op
+
+RUNTIME = "fsdp_core::"
+FORWARD = "fsdp_core::forward"
+BACKWARD = "fsdp_core::backward"
+COMPUTE = (FORWARD, BACKWARD)
+COMPLETION = "fsdp_core::complete"
+"""Range around what ends a step, at whose end the caller's stream is behind all others."""
+
+
+@dataclass
+class _Step:
+    """What would be captured, from a root's forward or backward to the completion.
+
+    Attributes:
+        start: the range that opened it; its stream is the caller's.
+        joined: streams that are ordered after the start.
+        events: events recorded on them.
+        last: stream -> its last op in the step.
+        depth: open forward and backward ranges.
+        has_backward: whether a backward has begun.
+    """
+
+    start: Op
+    joined: set[int]
+    events: set[int] = field(default_factory=set)
+    last: dict[int, Op] = field(default_factory=dict)
+    depth: int = 0
+    has_backward: bool = False
+
+
+class Capture:
+    """Follows which streams a capture of the step would have reached.
+
+    A capture spreads from the stream where it begins to those that wait for an event recorded inside it,
+    and must have come back at its end.  So from the start of a root's forward (or of a backward without
+    one) to the completion, every operator, collective and allocation of the runtime must be on a stream
+    that is ordered after the start; and at the completion every stream that it used must be ordered
+    before the caller's.  What the program does on streams of its own is its own business.  A second
+    forward before any backward starts anew, for evaluation has no completion.
+
+    Clocks do not suffice here: a wait for work that is already known to be done changes no clock, but it
+    is what takes a stream into a capture.
+
+    Source: CUDA C++ programming guide 12.x, section 3.2.8.7.3 (cross-stream dependencies and events).
+    """
+
+    kinds = WORK_KINDS | {
+        ALLOC,
+        RANGE_PUSH,
+        RANGE_POP,
+        Kind.RECORD_EVENT,
+        Kind.WAIT_EVENT,
+        Kind.WAIT_STREAM,
+    }
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._steps: dict[int, _Step] = {}
+
+    def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
+        """Follow the step, if one is open or begins here."""
+        step = self._steps.get(op.rank)
+        if step is None:
+            if op.kind is RANGE_PUSH and op.name.startswith(COMPUTE):
+                self._begin(op)
+            return ()
+        kind = op.kind
+        if kind in WORK_KINDS or kind is ALLOC:
+            if op.stream == step.start.stream or not _is_runtimes(op):
+                return ()
+            step.last[op.stream] = op
+            return () if op.stream in step.joined else [self._outside(step, op)]
+        if kind is RANGE_PUSH or kind is RANGE_POP:
+            return self._range(step, op, clocks)
+        _spread(step, op)
+        return ()
+
+    def on_end(self) -> Iterable[Finding]:
+        """Return nothing: a step that did not complete is captured by nobody."""
+        return ()
+
+    def _begin(self, op: Op) -> None:
+        is_backward = op.name.startswith(BACKWARD)
+        self._steps[op.rank] = _Step(op, {op.stream}, depth=1, has_backward=is_backward)
+
+    def _outside(self, step: _Step, op: Op) -> Finding:
+        """An op is on a stream that the capture has not reached."""
+        words = self._words
+        stream = words.stream(op.rank, op.stream)
+        message = (
+            f"rank {op.rank}: {op.name!r} on {stream} is not ordered after the start of"
+            f" {step.start.name!r}, so a captured step would not hold it"
+        )
+        caller = words.stream(op.rank, step.start.stream)
+        detail = (f"missing edge: {stream} must wait for {caller} after {place(step.start)}",)
+        return _finding(message, (step.start, op), detail, words)
+
+    def _range(self, step: _Step, op: Op, clocks: Clocks) -> list[Finding]:
+        is_push = op.kind is RANGE_PUSH
+        if op.name.startswith(COMPLETION):
+            return [] if is_push else self._complete(step, op, clocks)
+        is_forward, is_backward = op.name.startswith(FORWARD), op.name.startswith(BACKWARD)
+        if is_push and is_forward and step.depth == 0 and not step.has_backward:
+            self._begin(op)
+        elif is_forward or is_backward:
+            step.depth += 1 if is_push else -1
+            step.has_backward = step.has_backward or is_backward
+        return []
+
+    def _complete(self, step: _Step, end: Op, clocks: Clocks) -> list[Finding]:
+        """Every stream that was used must be behind the caller's now."""
+        del self._steps[end.rank]
+        return [
+            self._unjoined(op, end)
+            for stream, op in step.last.items()
+            if not clocks.is_ordered(stream, clocks.of(stream)[stream], end.stream)
+        ]
+
+    def _unjoined(self, last: Op, end: Op) -> Finding:
+        words = self._words
+        stream = words.stream(last.rank, last.stream)
+        message = (
+            f"rank {last.rank}: {last.name!r} on {stream} is not ordered before"
+            f" {words.stream(end.rank, end.stream)} when the step completes,"
+            " so a capture could not end here"
+        )
+        return _finding(message, (last, end), words.missing(last, end), words)
+
+
+def _finding(message: str, ops: tuple[Op, Op], detail: tuple[str, ...], words: Words) -> Finding:
+    first, second = ops
+    sites = (words.site(first), words.site(second))
+    return Finding("CaptureUnsafe", message, sites, detail, (second.rank,))
+
+
+def _is_runtimes(op: Op) -> bool:
+    """Whether the runtime did it, and not the program inside a unit's forward or backward."""
+    label = op.annotation
+    return label is not None and label.startswith(RUNTIME) and not label.startswith(COMPUTE)
+
+
+def _spread(step: _Step, op: Op) -> None:
+    """Carry the capture along an event or a wait."""
+    if op.kind is Kind.RECORD_EVENT:
+        if op.stream in step.joined:
+            step.events.add(op.other)
+        else:
+            step.events.discard(op.other)
+    elif op.other in (step.events if op.kind is Kind.WAIT_EVENT else step.joined):
+        step.joined.add(op.stream)

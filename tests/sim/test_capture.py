@@ -1,0 +1,130 @@
+"""Capture: what takes a stream into a CUDA graph and what brings it back."""
+
+from fsdp_sim.op import Kind
+from tests.sim.ops import Ops, read, write
+
+CALLER, GATHER, REDUCE = 0, 1, 2
+
+
+def step(*, fork: bool = True, reduce_fork: bool = True, join: bool = True) -> Ops:
+    """A step of one unit: forward gathers, backward reduces, completion joins."""
+    ops = Ops()
+    ops.push("fsdp_core::forward root")
+    if fork:
+        ops.wait_stream(GATHER, CALLER)
+    ops.alloc(GATHER, 7, annotation="fsdp_core::unshard root")
+    ops.collective(GATHER, write(7), annotation="fsdp_core::unshard root")
+    ops.wait_stream(CALLER, GATHER)
+    ops.aten(CALLER, read(7))
+    ops.pop_range("fsdp_core::forward root")
+    ops.push("fsdp_core::backward root")
+    if reduce_fork:
+        ops.wait_stream(REDUCE, CALLER)
+    ops.alloc(REDUCE, 8, annotation="fsdp_core::reduce_gradients root")
+    ops.wait_stream(REDUCE, CALLER)
+    ops.collective(REDUCE, write(8), annotation="fsdp_core::reduce_gradients root")
+    ops.pop_range("fsdp_core::backward root")
+    ops.push("fsdp_core::complete")
+    if join:
+        ops.wait_stream(CALLER, REDUCE)
+    ops.pop_range("fsdp_core::complete")
+    return ops
+
+
+def names(ops: Ops) -> list[tuple[str, str]]:
+    """Return the two ops of each finding."""
+    return [(f.ops[0].name, f.ops[1].name) for f in ops.findings("capture")]
+
+
+def test_a_step_that_forks_and_joins_can_be_captured() -> None:
+    """Nothing is missing."""
+    assert names(step()) == []
+
+
+def test_a_gather_that_is_not_behind_the_start_is_outside_the_capture() -> None:
+    """Its allocation and itself."""
+    assert names(step(fork=False)) == [
+        ("fsdp_core::forward root", "alloc"),
+        ("fsdp_core::forward root", "all_gather"),
+    ]
+
+
+def test_a_wait_that_changes_no_clock_still_joins_a_capture() -> None:
+    """All work is known to be done, but only the wait takes the stream in."""
+    ops = Ops()
+    ops.aten(CALLER, write(7))
+    ops.synchronize()
+    ops.extend(step())
+
+    assert ops.findings("capture") == ()
+
+
+def test_an_allocation_alone_must_be_inside() -> None:
+    """A reduction's staging memory is taken before its stream waits for the gradients."""
+    assert names(step(reduce_fork=False)) == [("fsdp_core::forward root", "alloc")]
+
+
+def test_a_stream_that_does_not_come_back_is_found() -> None:
+    """A capture ends only when all its streams are joined."""
+    (finding,) = step(join=False).findings("capture")
+
+    assert finding.kind == "CaptureUnsafe"
+    assert [site.name for site in finding.ops] == ["all_gather", "fsdp_core::complete"]
+    assert "missing edge: stream 0 must wait for stream 2 after op 11" in finding.detail
+
+
+def test_an_event_recorded_before_the_start_takes_nothing_in() -> None:
+    """It is a snapshot of work outside."""
+    ops = Ops()
+    ops.record(CALLER, event=3)
+    ops.push("fsdp_core::forward root")
+    ops.wait(GATHER, event=3)
+    ops.alloc(GATHER, 7, annotation="fsdp_core::unshard root")
+
+    assert len(ops.findings("capture")) == 1
+
+
+def test_an_event_recorded_inside_takes_its_waiters_in() -> None:
+    """Also through a third stream."""
+    ops = Ops()
+    ops.push("fsdp_core::forward root")
+    ops.record(CALLER, event=3)
+    ops.wait(REDUCE, event=3)
+    ops.wait_stream(GATHER, REDUCE)
+    ops.alloc(GATHER, 7, annotation="fsdp_core::unshard root")
+
+    assert ops.findings("capture") == ()
+
+
+def test_an_evaluation_ends_without_a_completion() -> None:
+    """The next forward starts anew and must fork anew."""
+    ops = Ops()
+    for waits in (True, False):
+        ops.push("fsdp_core::forward root")
+        if waits:
+            ops.wait_stream(GATHER, CALLER)
+        ops.alloc(GATHER, 7, annotation="fsdp_core::unshard root")
+        ops.free(GATHER, 7)
+        ops.pop_range("fsdp_core::forward root")
+
+    assert len(ops.findings("capture")) == 1
+
+
+def test_microbatches_are_one_step() -> None:
+    """A backward that is not the last leaves its reductions in flight, and recomputes forwards."""
+    ops = Ops()
+    for _ in range(2):
+        ops.extend(op for op in step() if not op.name.startswith("fsdp_core::complete"))
+        ops.pop()  # its join
+
+    assert ops.findings("capture") == ()
+
+
+def test_the_programs_own_streams_are_its_own_business() -> None:
+    """A loader that copies the next batch meanwhile is in nobody's way."""
+    ops = Ops()
+    ops.push("fsdp_core::forward root")
+    ops.add(Kind.ATEN, "copy_", 5, (write(9),), annotation="fsdp_core::forward root")
+    ops.aten(5, write(10))
+
+    assert ops.findings("capture") == ()

@@ -1,0 +1,74 @@
+"""Prefetch: what was gathered for nothing."""
+
+from tests.sim.ops import Ops, read, write
+
+LABEL = "fsdp_core::unshard fc2"
+
+
+def gather(ops: Ops, block: int = 7, label: str | None = LABEL) -> None:
+    """Gather a block on stream 1."""
+    ops.alloc(1, block)
+    ops.collective(1, read(3), write(block), annotation=label)
+
+
+def test_a_gather_that_is_freed_unread_is_a_notice() -> None:
+    """Legal, but the bandwidth was wasted."""
+    ops = Ops()
+    gather(ops)
+    ops.free(1, 7)
+
+    (finding,) = ops.findings("prefetch")
+
+    assert finding.is_notice
+    assert finding.message == (
+        "rank 0: what 'all_gather' gathered for 'fsdp_core::unshard fc2' was never read"
+    )
+    assert finding.detail == ("freed at op 2 (program.py:2)",)
+
+
+def test_a_gather_that_is_still_there_at_the_end_unread_is_a_notice() -> None:
+    """Nobody will read it any more."""
+    ops = Ops()
+    gather(ops)
+
+    assert len(ops.findings("prefetch")) == 1
+
+
+def test_a_gather_that_is_read_in_part_was_used() -> None:
+    """One parameter of a unit is enough."""
+    ops = Ops()
+    gather(ops)
+    ops.aten(0, read(7, 0, 4))
+    ops.free(1, 7)
+
+    assert ops.findings("prefetch") == ()
+
+
+def test_a_gather_that_another_collective_reads_was_used() -> None:
+    """Gathers over several axes pass the data on."""
+    ops = Ops()
+    gather(ops)
+    ops.collective(1, read(7), write(8))
+    ops.free(1, 7)
+
+    assert ops.findings("prefetch") == ()
+
+
+def test_one_unit_gathered_in_segments_is_one_notice() -> None:
+    """Unequal shards arrive as one broadcast each."""
+    ops = Ops()
+    ops.alloc(1, 7)
+    for lo in (0, 32):
+        ops.collective(1, write(7, lo, lo + 32), name="broadcast", annotation=LABEL)
+    ops.free(1, 7)
+
+    assert [finding.count for finding in ops.findings("prefetch")] == [1]
+
+
+def test_a_gather_of_the_program_itself_may_go_unread() -> None:
+    """It may be for another rank's eyes."""
+    ops = Ops()
+    gather(ops, label=None)
+    ops.free(1, 7)
+
+    assert ops.findings("prefetch") == ()
