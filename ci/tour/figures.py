@@ -72,7 +72,8 @@ class _Counter:
     def join(self, stream: int, index: int) -> None:
         """Compute now waits for what ``stream`` had been given before op ``index``."""
         joined = [c for c in self.in_flight if c.stream == stream and c.index < index]
-        self.steps[-1].ahead += sum(collective.is_overlapped for collective in joined)
+        if joined:
+            self.steps[-1].ahead += sum(collective.is_overlapped for collective in joined)
         self.in_flight = [collective for collective in self.in_flight if collective not in joined]
 
 

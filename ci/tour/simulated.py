@@ -1,9 +1,10 @@
-"""The example's training on simulated ranks, with its weights put back together at the end."""
+"""The example's training on simulated ranks, whose weights can be put back together."""
 
 import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
@@ -20,13 +21,11 @@ class Trained(NamedTuple):
     """What one rank has after its training."""
 
     losses: list[float]
-    weights: dict[str, Tensor]
+    shards: dict[str, Tensor]
 
 
 def train_on_rank(rank: int, options: argparse.Namespace, on_step: Callable[[], None]) -> Trained:
     """Train as the example does; call ``on_step`` on rank 0 after each step."""
-    import torch
-
     model = make_model(options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shard(model, mesh, getattr(torch, options.dtype))
@@ -39,9 +38,16 @@ def train_on_rank(rank: int, options: argparse.Namespace, on_step: Callable[[], 
             losses.append(mean_over_ranks(next(steps)))
         if rank == 0:
             on_step()
-    return Trained(losses, {name: whole(weight) for name, weight in model.named_parameters()})
+    return Trained(losses, {name: shard_of(weight) for name, weight in model.named_parameters()})
 
 
-def whole(weight: Tensor) -> Tensor:
-    """Return a weight as it was before it was sharded."""
-    return weight.detach().full_tensor() if isinstance(weight, DTensor) else weight.detach()
+def shard_of(weight: Tensor) -> Tensor:
+    """Return this rank's rows of a weight."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local().detach().clone()
+
+
+def whole_weights(of_ranks: list[Trained]) -> dict[str, Tensor]:
+    """Put the weights back together: rows lie on the ranks in order."""
+    names = of_ranks[0].shards
+    return {name: torch.cat([trained.shards[name] for trained in of_ranks]) for name in names}
