@@ -15,6 +15,7 @@ Reading order is import order; each file imports only from those below it.
     gather_scatter.py     packed point-to-point of owners
     owner_planning.py     owner maps and plans (pure)
     dbuffer.py            DBuffer: flat distributed buffer; placement changes become collectives
+    collectives.py        the steps of a redistribution as collectives on the current stream
     layout_builder.py     packing algorithms (pure)
     layout.py             GlobalLayout, ranges (pure)
     placement.py          RowAtomic, BlockAtomic, TensorAtomic, Placements

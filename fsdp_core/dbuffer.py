@@ -4,67 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core import device as accelerator
+from fsdp_core.collectives import MeshAxes, Span, Stage, plan_stages, run_stages
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.layout import GlobalLayout, Range, intersect_ranges, row_numel
 from fsdp_core.layout_builder import build_row_atomic_layout
-from fsdp_core.placement import (
-    Step,
-    Transition,
-    check_placements,
-    is_sharded,
-    plan_redistribution,
-    specialize,
-)
-from fsdp_core.torch_private import all_gather_single, preserve_version, reduce_scatter_single
-
-
-@dataclass(frozen=True, slots=True)
-class MeshAxes:
-    """What collectives need of a mesh, looked up once.
-
-    Attributes:
-        mesh: the mesh.
-        sizes: of its axes, outermost first.
-        coordinate: this rank's place on each axis.
-        process_groups: one for each axis.
-        device: this rank's device.
-    """
-
-    mesh: DeviceMesh
-    sizes: tuple[int, ...]
-    coordinate: tuple[int, ...]
-    process_groups: tuple[dist.ProcessGroup, ...]
-    device: torch.device
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> "MeshAxes":
-        """Look a mesh up.
-
-        Raises:
-            ConfigError: this rank is not part of the mesh, or its ranks do not rise on an axis.
-        """
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            msg = f"this rank must be part of the mesh, got {mesh}; shard on its own ranks only"
-            raise ConfigError(msg)
-        process_groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
-        if [dist.get_rank(each) for each in process_groups] != list(coordinate):
-            msg = f"ranks must rise along each axis of the mesh, got {mesh}; use init_device_mesh"
-            raise ConfigError(msg)
-        return cls(
-            mesh=mesh,
-            sizes=tuple(mesh.shape),
-            coordinate=tuple(coordinate),
-            process_groups=process_groups,
-            device=accelerator.default_device(mesh.device_type),
-        )
+from fsdp_core.placement import check_placements, is_sharded, specialize
+from fsdp_core.torch_private import preserve_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +29,6 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """One `Step`, with what each rank of its axis holds when the data is spread over the axis.
-
-    Attributes:
-        step: the change.
-        held: this rank's range after the step.
-        pieces: the range of each rank of the axis; their union is this rank's range on the side
-            where the axis is not sharded.
-    """
-
-    step: Step
-    held: Range
-    pieces: tuple[Range, ...]
-
-    @property
-    def equal(self) -> bool:
-        """Whether all pieces have one size, so that one collective does it."""
-        return all(piece.numel == self.pieces[0].numel for piece in self.pieces)
 
 
 class DBuffer:
@@ -115,6 +45,7 @@ class DBuffer:
         placements: one for each mesh axis, outermost first.
         layout: where tensors and shards lie.
         held: this rank's range of the layout.
+        span: `flat` and `held` as collectives take them.
     """
 
     def __init__(
@@ -130,8 +61,9 @@ class DBuffer:
         self.layout = layout
         self.held = layout.get_rank_range(axes.sizes, placements, axes.coordinate)
         assert flat.shape == (self.held.numel,)
+        self.span = Span(flat, self.held)
         self._views: dict[int, Tensor] = {}
-        self._stages: dict[tuple[Placement, ...], tuple[_Stage, ...]] = {}
+        self._stages: dict[tuple[Placement, ...], tuple[Stage, ...]] = {}
 
     # -- construction ------------------------------------------------------------------------
 
@@ -261,7 +193,7 @@ class DBuffer:
                 return torch.empty(shape, dtype=self.flat.dtype, device=self.flat.device)
             self._row_offset(index, part)
             rows = part.numel // row_numel(shape)
-            return _part(self.flat, self.held, part).view(rows, *shape[1:])
+            return self.span.part(part).flat.view(rows, *shape[1:])
 
     def _row_offset(self, index: int, part: Range) -> int:
         """Return the first row of a tensor's part, which must be whole rows."""
@@ -326,7 +258,7 @@ class DBuffer:
         source = tensor.detach().contiguous().view(-1)
         source = source.narrow(0, part.start - tensor_range.start, part.numel)
         with torch.no_grad():
-            _part(self.flat, self.held, part).copy_(source)
+            self.span.part(part).flat.copy_(source)
 
     # -- the same elements, elsewhere --------------------------------------------------------
 
@@ -350,7 +282,7 @@ class DBuffer:
                 f"{placements}; redistribute instead"
             )
             raise ConfigError(msg)
-        flat = _part(self.flat, self.held, held)
+        flat = self.span.part(held).flat
         return DBuffer(flat, axes, placements, self.layout)
 
     def cast(self, dtype: torch.dtype, out: "DBuffer | None" = None) -> "DBuffer":
@@ -403,42 +335,16 @@ class DBuffer:
             self._check_out(out, placements, self.flat.dtype)
         stages = self._stages.get(placements)
         if stages is None:
-            stages = self._stages[placements] = self._plan(placements)
+            check_placements(placements)
+            stages = plan_stages(self.layout, self.axes, self.placements, placements)
+            self._stages[placements] = stages
         if out is None:
-            if not any(stage.step.transition in _COLLECTIVES for stage in stages):
+            if not any(stage.is_collective for stage in stages):
                 return self.view(placements)
             out = DBuffer.empty(self.axes, placements, self.layout, self.flat.dtype)
         with preserve_version(out.flat), torch.no_grad():
-            _run(stages, self, out)
+            run_stages(stages, self.axes, self.span, out.span)
         return out
-
-    def _plan(self, placements: tuple[Placement, ...]) -> tuple[_Stage, ...]:
-        check_placements(placements)
-        before = self.placements
-        stages = []
-        for step in plan_redistribution(before, placements):
-            sharded_side = before if step.transition is Transition.ALL_GATHER else step.placements
-            stages.append(
-                _Stage(
-                    step=step,
-                    held=self._range_at(step.placements),
-                    pieces=tuple(
-                        self._range_at(sharded_side, axis=step.axis, rank=rank)
-                        for rank in range(self.axes.sizes[step.axis])
-                    ),
-                )
-            )
-            before = step.placements
-        return tuple(stages)
-
-    def _range_at(
-        self, placements: Sequence[Placement], *, axis: int = 0, rank: int | None = None
-    ) -> Range:
-        """Return the range under other placements, of this rank or a peer on one axis."""
-        coordinate = list(self.axes.coordinate)
-        if rank is not None:
-            coordinate[axis] = rank
-        return self.layout.get_rank_range(self.axes.sizes, placements, coordinate)
 
     def _check_out(
         self, out: "DBuffer", placements: tuple[Placement, ...], dtype: torch.dtype
@@ -497,90 +403,3 @@ def _empty_offsets(tensor_range: Range, part: Range, shape: Sequence[int]) -> tu
     """Return where a rank's empty part of a tensor lies: behind the rows of earlier ranks."""
     rows_before = (part.start - tensor_range.start) // max(1, row_numel(shape))
     return (min(rows_before, shape[0]),) + (0,) * (len(shape) - 1)
-
-
-def _run(stages: Sequence[_Stage], source: DBuffer, out: DBuffer) -> None:
-    """Move the elements of `source` through all stages into `out`.
-
-    While pieces shrink, the last shrinking stage writes into `out` and earlier ones into a
-    temporary that lives on the current stream alone. While they grow, each stage writes into the
-    part of `out` that it covers, so its input is already in place there.
-    """
-    data, held = source.flat, source.held
-    for stage in stages:
-        transition = stage.step.transition
-        if transition is Transition.SLICE:
-            data = _part(data, held, stage.held)
-        elif transition is not Transition.RELABEL:
-            if out.held.contains(stage.held):
-                target = _part(out.flat, out.held, stage.held)
-            else:
-                target = accelerator.allocate(stage.held.numel, data.dtype, data.device)
-            _COLLECTIVES[transition](stage, source.axes, data, held, target)
-            data = target
-        if stage.step.average:
-            _divide(data, source.axes.sizes[stage.step.axis])
-        held = stage.held
-    _copy(out.flat, data)
-
-
-def _all_gather(stage: _Stage, axes: MeshAxes, data: Tensor, held: Range, target: Tensor) -> None:
-    """Put all pieces of one axis into `target`; this rank's may be in place there already."""
-    axis = stage.step.axis
-    process_group = axes.process_groups[axis]
-    if stage.equal:
-        all_gather_single(target, data, process_group)
-        return
-    _copy(_part(target, stage.held, held), data)
-    for rank, piece in enumerate(stage.pieces):
-        if piece.numel:
-            segment = _part(target, stage.held, piece)
-            dist.broadcast(segment, group_src=rank, group=process_group)
-
-
-def _reduce_scatter(
-    stage: _Stage, axes: MeshAxes, data: Tensor, held: Range, target: Tensor
-) -> None:
-    """Sum over one axis and keep this rank's piece; unequal pieces are summed in place first."""
-    axis = stage.step.axis
-    process_group = axes.process_groups[axis]
-    if stage.equal:
-        reduce_scatter_single(target, data, process_group)
-        return
-    for rank, piece in enumerate(stage.pieces):
-        if piece.numel:
-            segment = _part(data, held, piece)
-            dist.reduce(segment, group_dst=rank, group=process_group)
-    _copy(target, _part(data, held, stage.held))
-
-
-def _all_reduce(stage: _Stage, axes: MeshAxes, data: Tensor, held: Range, target: Tensor) -> None:
-    """Sum over one axis into `target`, leaving `data` intact unless it is the same memory."""
-    assert held == stage.held
-    _copy(target, data)
-    dist.all_reduce(target, group=axes.process_groups[stage.step.axis])
-
-
-_COLLECTIVES = {
-    Transition.ALL_GATHER: _all_gather,
-    Transition.REDUCE_SCATTER: _reduce_scatter,
-    Transition.ALL_REDUCE: _all_reduce,
-}
-
-
-def _part(flat: Tensor, held: Range, part: Range) -> Tensor:
-    """Return the elements `part` of a tensor that holds the range `held`."""
-    if part == held:
-        return flat
-    return flat.narrow(0, part.start - held.start, part.numel)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy, unless both are the same memory already."""
-    if target.data_ptr() != source.data_ptr() or target.numel() != source.numel():
-        target.copy_(source)
-
-
-def _divide(data: Tensor, size: int) -> None:
-    if size > 1:
-        data.div_(size)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import FsdpContext, PrefetchOrder
-from fsdp_core.dbuffer import MeshAxes
 from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from fsdp_core.hooks import install_hooks
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
