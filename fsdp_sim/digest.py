@@ -83,6 +83,7 @@ def _call_words(call: Call) -> Words:
         *call.sizes,
         _NONE if call.root is None else call.root,
         _NONE if call.peer is None else call.peer,
+        call.tag,
     )
 
 

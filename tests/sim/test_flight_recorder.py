@@ -1,0 +1,100 @@
+"""Flight recorder: dumps that PyTorch's own analysis understands."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.flight_recorder.components.builder import build_db
+from torch.distributed.flight_recorder.components.config_manager import JobConfig
+from torch.distributed.flight_recorder.components.loader import read_dir
+
+from fsdp_sim.flight_recorder import PREFIX, dump
+from fsdp_sim.op import Call, Kind
+from fsdp_sim.trace import Trace
+from tests.sim.ops import Ops
+
+
+def issue(ops: Ops, name: str, sequence: int, *sizes: int, **more: Any) -> None:
+    """Issue one rank's part of an operation of two ranks."""
+    call = Call((0, 1), "0", sequence, name, more.pop("reduce_op", None), "float32", sizes, **more)
+    ops.add(Kind.COLLECTIVE, name, 0, call=call)
+
+
+def analysed(tmp_path: Path, *ranks: Ops) -> Any:
+    """Dump the ranks' ops and run PyTorch's analysis over them."""
+    dump(Trace.of([op for ops in ranks for op in ops], len(ranks)), tmp_path)
+    arguments = JobConfig().parse_args([str(tmp_path), "--prefix", PREFIX])
+    details, version = read_dir(arguments)
+    return build_db(details, arguments, version)
+
+
+def test_matching_collectives_pass_the_check(tmp_path: Path) -> None:
+    """Every kind, flat and as lists, even and uneven."""
+    ranks = Ops(0), Ops(1)
+    for ops in ranks:
+        issue(ops, "all_gather", 0, 8)
+        issue(ops, "reduce_scatter", 1, 8, reduce_op="SUM")
+        issue(ops, "all_reduce", 2, 8, reduce_op="SUM")
+        issue(ops, "all_gather", 3, 8, 4)
+        issue(ops, "broadcast", 4, 8, root=1)
+        issue(ops, "gather", 5, 8, root=0)
+        issue(ops, "scatter", 6, 8, root=1)
+        issue(ops, "all_to_all", 7, 4, 4, 4, 4)
+        issue(ops, "barrier", 8)
+
+    collectives = analysed(tmp_path, *ranks).collectives
+
+    assert [c.pass_check for c in collectives] == [True] * 9
+    assert [c.collective_state for c in collectives] == ["completed"] * 9
+
+
+def test_a_mismatch_is_named_by_rank(tmp_path: Path) -> None:
+    """Another kind at the same position."""
+    ranks = Ops(0), Ops(1)
+    issue(ranks[0], "all_reduce", 0, 8, reduce_op="SUM")
+    issue(ranks[1], "broadcast", 0, 8, root=0)
+
+    (first, *_) = analysed(tmp_path, *ranks).collectives
+
+    assert not first.pass_check
+    assert list(first.mismatch_collectives) == [1]
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    """What one rank never issued is scheduled on the others."""
+    ranks = Ops(0), Ops(1)
+    for ops in ranks:
+        issue(ops, "all_reduce", 0, 8, reduce_op="SUM")
+    issue(ranks[0], "all_reduce", 1, 8, reduce_op="SUM")
+
+    done, waiting = analysed(tmp_path, *ranks).collectives
+
+    assert done.pass_check
+    assert waiting.missing_ranks == {1}
+    assert waiting.collective_state == "scheduled"
+
+
+def test_messages_are_matched_in_pairs(tmp_path: Path) -> None:
+    """A send and its recv."""
+    ranks = Ops(0), Ops(1)
+    issue(ranks[0], "send", 0, 8, peer=1)
+    issue(ranks[1], "recv", 0, 8, peer=0)
+    database = analysed(tmp_path, *ranks)
+
+    assert [call.collective_type for call in database.ncclcalls] == ["nccl:send 0->1"] * 2
+    assert all(collective.pass_check for collective in database.collectives)
+
+
+def test_a_batch_of_messages_has_one_number_and_an_end(tmp_path: Path) -> None:
+    """As PyTorch records `batch_isend_irecv`."""
+    ops = Ops(0)
+    for sequence, batch in enumerate((0, 0, 1)):
+        issue(ops, "send", sequence, 8, peer=1, batch=batch)
+    (path,) = dump(Trace.of(ops, 1), tmp_path)
+
+    entries = [
+        (entry["profiling_name"], entry["p2p_seq_id"])
+        for entry in pickle.loads(path.read_bytes())["entries"]
+    ]
+    send, end = "nccl:send 0->1", "nccl:coalesced"
+    assert entries == [(send, 1), (send, 1), (end, 1), (send, 2), (end, 2)]
