@@ -25,6 +25,7 @@ class Exploration:
         orderings: how many of them differed in the choices made.
         decisions: of each run.
         stopped: how many reached the step limit.
+        first: report of the run in program order, or None if it failed.
         failure: the first error found, with the fewest deviations that keep it, or None.
         schedule: that failure's schedule line.
         shrunk_from: deviations of the schedule that failed first.
@@ -35,6 +36,7 @@ class Exploration:
     orderings: int = 0
     decisions: list[int] = field(default_factory=list)
     stopped: int = 0
+    first: Report | None = None
     failure: BaseException | None = None
     schedule: str | None = None
     shrunk_from: int = 0
@@ -59,7 +61,7 @@ def explore(
     scheduler: str = "pct",
     seed: int = 0,
     strict: bool = True,
-    on_schedule: Callable[[int], None] | None = None,
+    on_schedule: Callable[[int], bool | None] | None = None,
     **options: Any,
 ) -> Exploration:
     """Run ``fn`` in program order, then under ``schedules - 1`` others, up to the first failure.
@@ -74,7 +76,8 @@ def explore(
         scheduler: "pct" or "uniform".
         seed: of the first schedule.
         strict: raise the failure, with ``.exploration`` attached; otherwise return it.
-        on_schedule: called with the number of schedules run, for a progress bar.
+        on_schedule: called with the number of schedules run, for a progress bar or a limit of time;
+            False ends the search.
         options: of ``simulate``.
 
     Raises:
@@ -96,10 +99,13 @@ def explore(
         search.orderings = len(seen)
         search.decisions.append(_decisions(outcome))
         search.stopped += type(outcome).__name__ == "StepLimit"
-        if on_schedule is not None:
-            on_schedule(search.schedules)
+        is_last = on_schedule is not None and on_schedule(search.schedules) is False
         if isinstance(outcome, BaseException):
             failed = (schedule, outcome)
+            break
+        if number == 0:
+            search.first = outcome
+        if is_last:
             break
     if failed is not None:
         _minimise(fn, world_size, options, search, *failed)
