@@ -1,0 +1,217 @@
+"""simulate: what a run returns, what it raises, and what it refuses before it starts."""
+
+import os
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp_sim
+from tests.sim.programs import gathered_on_a_side_stream, sum_of_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_every_rank_returns_its_own_result(world_size: int) -> None:
+    """The results are listed by rank, whatever the world size."""
+    report = fsdp_sim.simulate(lambda rank: rank * 10, world_size)
+
+    assert report.results == [rank * 10 for rank in range(world_size)]
+
+
+def test_a_collective_moves_real_values() -> None:
+    """Four ranks sum 1 + 2 + 3 + 4."""
+    report = fsdp_sim.simulate(sum_of_ranks, 4)
+
+    assert report.results == [10.0] * 4
+    assert report.findings == ()
+
+
+def test_a_gather_that_is_waited_for_is_clean() -> None:
+    """Overlap with the right wait is no finding."""
+    report = fsdp_sim.simulate(gathered_on_a_side_stream, 2)
+
+    assert report.results == [[0.0, 0.0, 2.0, 2.0]] * 2
+
+
+def test_a_gather_that_nobody_waits_for_is_a_race() -> None:
+    """The missing wait is found on the default schedule, with both operations named."""
+
+    def program(rank: int) -> None:
+        gathered_on_a_side_stream(rank, waits=False)
+
+    with pytest.raises(fsdp_sim.Race) as caught:
+        fsdp_sim.simulate(program, 2)
+
+    finding = caught.value.finding
+    assert finding is not None
+    assert [site.name for site in finding.ops] == ["all_gather", "mul.Tensor"]
+    assert finding.ranks == (0, 1)
+    assert caught.value.schedule == "v1;w2"
+
+
+def test_a_report_lists_what_strict_would_raise() -> None:
+    """With strict off the run goes on and every error is in the report."""
+
+    def program(rank: int) -> None:
+        gathered_on_a_side_stream(rank, waits=False)
+
+    report = fsdp_sim.simulate(program, 2, strict=False)
+
+    assert {finding.kind for finding in report.findings} == {"Race"}
+
+
+def test_a_method_replaced_on_a_stream_class_does_not_outlive_the_world() -> None:
+    """A rank may disable a wait by replacing the method; the next world has it again."""
+
+    def broken(rank: int) -> None:
+        torch.cpu.Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
+        gathered_on_a_side_stream(rank)
+
+    assert fsdp_sim.simulate(broken, 2, strict=False).findings
+    assert fsdp_sim.simulate(gathered_on_a_side_stream, 2).findings == ()
+
+
+def test_a_rank_that_never_comes_is_a_deadlock_that_names_it() -> None:
+    """The report says who is missing and what the others wait for; no time passes."""
+
+    def program(rank: int) -> float:
+        return 0.0 if rank == 1 else sum_of_ranks(rank)
+
+    with pytest.raises(fsdp_sim.Deadlock, match=r"missing: rank 1\n"):
+        fsdp_sim.simulate(program, 3)
+
+
+def test_different_collectives_at_one_position_are_a_mismatch() -> None:
+    """Both calls are in the report, and no rank sees a number."""
+
+    def program(rank: int) -> None:
+        value = torch.ones(4)
+        if rank == 1:
+            dist.broadcast(value, 0)
+        else:
+            dist.all_reduce(value)
+
+    with pytest.raises(fsdp_sim.CollectiveMismatch, match="broadcast") as caught:
+        fsdp_sim.simulate(program, 2)
+
+    assert caught.value.report.results == [None, None]
+
+
+def test_an_exception_of_a_rank_comes_out_as_itself() -> None:
+    """Its note says which rank raised and where the others stood."""
+
+    def program(rank: int) -> None:
+        if rank == 1:
+            raise KeyError("no such layer")
+        dist.barrier()
+
+    with pytest.raises(KeyError, match="no such layer") as caught:
+        fsdp_sim.simulate(program, 3)
+
+    notes = "\n".join(caught.value.__notes__)
+    assert "raised on simulated rank 1; schedule 'v1;w3'" in notes
+    assert "rank 0 waits (barrier)" in notes
+
+
+def test_a_finding_cannot_be_swallowed_inside_a_rank() -> None:
+    """``except Exception`` in the program does not hide a mismatch."""
+
+    def program(rank: int) -> None:
+        try:
+            dist.broadcast(torch.ones(4 + rank), 0)
+        except Exception:  # noqa: BLE001  this is what must not help
+            return
+
+    with pytest.raises(fsdp_sim.CollectiveMismatch):
+        fsdp_sim.simulate(program, 2)
+
+
+def test_ranks_have_their_own_environment_and_random_numbers() -> None:
+    """RANK, WORLD_SIZE, the torch and the Python generator belong to each rank."""
+
+    def program(rank: int) -> tuple[Any, ...]:
+        os.environ["COLOUR"] = f"colour {rank}"
+        first = (torch.rand(()).item(), random.random())  # noqa: TID251  the subject of the test
+        dist.barrier()
+        return (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["COLOUR"], first)
+
+    one, two = fsdp_sim.simulate(program, 2).results, fsdp_sim.simulate(program, 2).results
+
+    assert [result[:3] for result in one] == [("0", "2", "colour 0"), ("1", "2", "colour 1")]
+    assert one == two
+    assert one[0][3] != one[1][3]
+    assert "COLOUR" not in os.environ
+
+
+def test_the_default_group_is_there_and_is_gone_afterwards() -> None:
+    """A rank starts with a group of backend sim; the process outside has none."""
+
+    def program(rank: int) -> tuple[str, int, int]:
+        return (dist.get_backend(), dist.get_rank(), dist.get_world_size())
+
+    assert fsdp_sim.simulate(program, 2).results == [("sim", 0, 2), ("sim", 1, 2)]
+    assert not dist.is_initialized()
+
+
+def test_a_program_that_polls_for_ever_hits_the_step_limit() -> None:
+    """The error names the limit."""
+
+    def program(rank: int) -> None:
+        while True:
+            torch.cpu.Event().query()
+
+    with pytest.raises(fsdp_sim.StepLimit, match="step_limit=50 "):
+        fsdp_sim.simulate(program, 2, step_limit=50)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size must be between 1 and 4096, got 0"),
+        ({"world_size": -2}, "world_size must be between 1 and 4096, got -2"),
+        ({"world_size": 2.0}, "world_size must be an integer, got 2.0"),
+        ({"world_size": True}, "world_size must be an integer, got True"),
+        ({"fn": 3}, "fn must be callable as fn(rank, *args), got 3"),
+        ({"scheduler": "lifo"}, "scheduler must be one of program_order, uniform, pct"),
+        ({"checkers": ("speed",)}, "checkers must be among races, lifetime"),
+        ({"schedule": "17>2"}, "17>2"),
+        ({"schedule": "v2;w4"}, "v2"),
+        ({"schedule": "v1;w3"}, "the schedule's world size must be world_size=4, got 3"),
+        ({"step_limit": 0}, "step_limit must be a positive integer, got 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_runs(
+    options: dict[str, Any], message: str
+) -> None:
+    """The error says what must hold and what was got; no rank has started."""
+    ran: list[int] = []
+    arguments = {"fn": ran.append, "world_size": 4} | options
+
+    with pytest.raises(fsdp_sim.ConfigError, match=re.escape(message)):
+        fsdp_sim.simulate(**arguments)
+
+    assert ran == []
+
+
+def test_a_world_inside_a_world_is_refused() -> None:
+    """The inner call raises; the outer world is the only one."""
+
+    def program(rank: int) -> None:
+        fsdp_sim.simulate(sum_of_ranks, 2)
+
+    with pytest.raises(fsdp_sim.ConfigError, match="a world must not be started inside a world"):
+        fsdp_sim.simulate(program, 1)
+
+
+def test_a_world_beside_a_real_process_group_is_refused() -> None:
+    """The error says how to end the group; it is left as it was."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(fsdp_sim.ConfigError, match=r"destroy_process_group\(\) first"):
+            fsdp_sim.simulate(sum_of_ranks, 2)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
