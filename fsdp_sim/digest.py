@@ -9,7 +9,6 @@ times, values, source lines, threads.
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import cache
 from hashlib import blake2b
 
 from fsdp_sim.op import Call, Kind, Op
@@ -18,6 +17,9 @@ DIGEST_BYTES = 16
 _FLUSH_WORDS = 4096
 _STRIDED = -1  # in the place of a block's number, which is never negative
 _NONE = -1
+
+# Every op of a run passes here, and looking a member up on its enum costs 90 ns in Python 3.11.
+_ATEN, _ALLOC, _FREE, _COLLECTIVE = Kind.ATEN, Kind.ALLOC, Kind.FREE, Kind.COLLECTIVE
 _SYNCS = frozenset(
     {
         Kind.RECORD_EVENT,
@@ -28,57 +30,62 @@ _SYNCS = frozenset(
     }
 )
 
-Words = Sequence[int]
+
+class _WordTable(dict[str | None, int]):
+    """Text -> a number that stands for it, the same in every process."""
+
+    def __missing__(self, text: str | None) -> int:
+        word = _NONE
+        if text is not None:
+            word = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+        self[text] = word
+        return word
 
 
-@cache
-def _word(text: str | None) -> int:
-    """Return a number that stands for a text, the same in every process."""
-    if text is None:
-        return _NONE
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+_WORDS = _WordTable()
+_CODES = {kind: _WORDS[kind.value] for kind in Kind}
 
 
-_CODES = {kind: _word(kind.value) for kind in Kind}
-_ATEN = _CODES[Kind.ATEN]
-
-
-def full_words(op: Op) -> Words:
-    """Return the full form of an op, empty when it has none."""
+def add_words(op: Op, full: list[int], order: list[int]) -> None:
+    """Append an op's full form and its order form, where it has them."""
     kind = op.kind
-    if kind is Kind.ATEN:
-        return _accesses([_ATEN, _word(op.name), op.stream], op)
-    if kind is Kind.ALLOC or kind is Kind.FREE:
-        code = _CODES[kind]
-        return (code, op.stream, op.other, op.nbytes, _word(op.annotation))
-    if kind is Kind.COLLECTIVE:
-        return _accesses(list(order_words(op)), op)
-    return order_words(op)
+    if kind is _ATEN:
+        full += (_CODES[kind], _WORDS[op.name], op.stream, len(op.accesses))
+        _add_accesses(op, full)
+    elif kind is _ALLOC or kind is _FREE:
+        full += (_CODES[kind], op.stream, op.other, op.nbytes, _WORDS[op.annotation])
+        if kind is _ALLOC and op.annotation is not None:
+            order += (_CODES[kind], op.stream, op.nbytes, _WORDS[op.annotation])
+    else:
+        words = _order_words(op)
+        order += words
+        full += words
+        if kind is _COLLECTIVE:
+            full.append(len(op.accesses))
+            _add_accesses(op, full)
 
 
-def order_words(op: Op) -> Words:
-    """Return the order form of an op, empty when it has none."""
+def _order_words(op: Op) -> Sequence[int]:
+    """Return the order form of what is neither an operator nor memory."""
     kind = op.kind
     if kind in _SYNCS:
         return (_CODES[kind], op.stream, op.other)
+    if kind is _COLLECTIVE:
+        call = () if op.call is None else _call_words(op.call)
+        return (_CODES[kind], *call, _WORDS[op.annotation])
     if kind is Kind.RECORD_STREAM:
         return (_CODES[kind], op.stream)
-    if kind is Kind.ALLOC and op.annotation is not None:
-        return (_CODES[kind], op.stream, op.nbytes, _word(op.annotation))
-    if kind is Kind.COLLECTIVE:
-        call = () if op.call is None else _call_words(op.call)
-        return (_CODES[kind], *call, _word(op.annotation))
     return ()
 
 
-def _call_words(call: Call) -> Words:
+def _call_words(call: Call) -> Sequence[int]:
     return (
         len(call.group),
         *call.group,
         call.sequence,
-        _word(call.name),
-        _word(call.reduce_op),
-        _word(call.dtype),
+        _WORDS[call.name],
+        _WORDS[call.reduce_op],
+        _WORDS[call.dtype],
         len(call.sizes),
         *call.sizes,
         _NONE if call.root is None else call.root,
@@ -87,14 +94,12 @@ def _call_words(call: Call) -> Words:
     )
 
 
-def _accesses(words: list[int], op: Op) -> list[int]:
-    words.append(len(op.accesses))
+def _add_accesses(op: Op, full: list[int]) -> None:
     for access in op.accesses:
-        words += access[:4]
+        full += access[:4]
         strides = access[4]
         if strides is not None:
-            words += (_STRIDED, strides[0], len(strides[1]), *strides[1], *strides[2])
-    return words
+            full += (_STRIDED, strides[0], len(strides[1]), *strides[1], *strides[2])
 
 
 class RankDigest:
@@ -110,11 +115,8 @@ class RankDigest:
 
     def add(self, op: Op) -> None:
         """Take one op in."""
-        full = self._full
-        full += full_words(op)
-        if op.kind is not Kind.ATEN:
-            self._order += order_words(op)
-        if len(full) > _FLUSH_WORDS:
+        add_words(op, self._full, self._order)
+        if len(self._full) > _FLUSH_WORDS:
             self._flush()
 
     def full(self) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_sim import chrome, trace_file
-from fsdp_sim.digest import RankDigest, combined, full_words, order_words
+from fsdp_sim.digest import RankDigest, add_words, combined
 from fsdp_sim.errors import ConfigError, RunError
 from fsdp_sim.op import Access, Kind, Op
 from fsdp_sim.schedule import Schedule
@@ -165,10 +165,12 @@ _END: _Entry = ((), None)
 
 
 def _by_rank(trace: Trace, order_only: bool) -> list[list[_Entry]]:  # noqa: FBT001
-    words_of = order_words if order_only else full_words
     entries: list[list[_Entry]] = [[] for _ in range(trace.world_size)]
     for op in trace.all_ops():
-        words = tuple(words_of(op))
+        full: list[int] = []
+        order: list[int] = []
+        add_words(op, full, order)
+        words = tuple(order if order_only else full)
         if words:
             entries[op.rank].append((words, op))
     return entries
