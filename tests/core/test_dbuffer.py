@@ -21,8 +21,8 @@ from fsdp_core.layout_builder import (
     build_for_row_atomic_unpadding,
     build_for_tensor_atomic,
 )
-from fsdp_core.placement import RowAtomic, TensorAtomic
-from tests.core.worlds import on_simulated_ranks
+from fsdp_core.placement import BlockAtomic, RowAtomic, TensorAtomic
+from tests.core.worlds import Body, make_mesh, on_simulated_ranks
 
 R, S, AVG, SUM = Replicate(), Shard(0), Partial("avg"), Partial("sum")
 SHAPES = [(5, 4), (2, 6), (3,)]
@@ -43,7 +43,7 @@ def assert_holds(buffer: DBuffer, tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         chunk = buffer.get_tensor_chunk(index)
         rows = tensor[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
-        assert torch.equal(rows, buffer.get_tensor_view(index))
+        assert torch.equal(rows, buffer.get_tensor_view(index).cpu())
 
 
 def placement_lists(ndim: int) -> list[list[Any]]:
@@ -56,7 +56,7 @@ def placement_lists(ndim: int) -> list[list[Any]]:
 
 def gathers_and_slices(shape: tuple[int, ...], rank: int) -> None:
     """From every list of placements to every other one, with and without `out`."""
-    mesh = init_device_mesh("cpu", shape)
+    mesh = make_mesh(*shape)
     for build in BUILDERS:
         layout = build(SHAPES, mesh.size())
         for source in placement_lists(mesh.ndim):
@@ -72,7 +72,7 @@ def gathers_and_slices(shape: tuple[int, ...], rank: int) -> None:
 
 def reductions(shape: tuple[int, ...], rank: int) -> None:
     """Sums and averages to every list of placements, also into a part of the source itself."""
-    mesh = init_device_mesh("cpu", shape)
+    mesh = make_mesh(*shape)
     total = mesh.size() * (mesh.size() + 1) / 2
     for build in BUILDERS:
         layout = build(SHAPES, mesh.size())
@@ -90,7 +90,7 @@ def reductions(shape: tuple[int, ...], rank: int) -> None:
 
 def partly_reduced(rank: int) -> None:
     """On (outer, inner): inner first, outer later, as hybrid sharding does."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = make_mesh(2, 2)
     buffer = DBuffer.distribute_tensors(make_tensors(rank + 1), mesh, [AVG, AVG])
 
     inner = buffer.redistribute([AVG, S])
@@ -102,7 +102,7 @@ def partly_reduced(rank: int) -> None:
 
 def whole_tensors(rank: int) -> None:
     """Unequal shards, one of them empty."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(dist.get_world_size())
     layout = build_for_tensor_atomic(SHAPES, mesh.size(), [1, 0, 1])
     buffer = DBuffer.distribute_tensors(make_tensors(), mesh, [TensorAtomic()], layout)
     rows = [len(buffer.get_tensor_view(index)) for index in range(3)]
@@ -116,7 +116,7 @@ def whole_tensors(rank: int) -> None:
 
 def refilled_storage(rank: int) -> None:
     """Views taken before a release see what is gathered after a reallocation."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(dist.get_world_size())
     shard = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
     full = DBuffer.empty(mesh, [R], shard.layout, torch.float32)
     views = [full.get_tensor_view(index) for index in range(3)]
@@ -128,14 +128,15 @@ def refilled_storage(rank: int) -> None:
     full.reallocate_storage()
     shard.redistribute([R], out=full)
 
-    assert all(torch.equal(view, whole) for view, whole in zip(views, make_tensors(), strict=True))
+    wholes = make_tensors()
+    assert all(torch.equal(view.cpu(), wholes[index]) for index, view in enumerate(views))
     assert full.flat._version == version
     assert not full.is_released
 
 
 def cast_into_own_slice(rank: int) -> None:
     """A gather whose input is already in its place in the output."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(dist.get_world_size())
     shard = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
     full = DBuffer.empty(mesh, [R], shard.layout, torch.bfloat16)
 
@@ -145,18 +146,40 @@ def cast_into_own_slice(rank: int) -> None:
     assert_holds(full, [tensor.bfloat16() for tensor in make_tensors()])
 
 
-BODIES_OF_2 = [
+def whole_blocks(rank: int) -> None:
+    """Blocks of two rows, on as many ranks as there are."""
+    mesh = make_mesh(dist.get_world_size())
+    tensors = [torch.arange(24.0).view(6, 4), torch.arange(6.0).view(2, 3)]
+    layout = build_for_row_atomic([(6, 4), (2, 3)], mesh.size(), block_size=2)
+    buffer = DBuffer.distribute_tensors(tensors, mesh, [BlockAtomic(2)], layout)
+
+    assert all(len(buffer.get_tensor_view(index)) % 2 == 0 for index in range(2))
+    assert_holds(buffer.redistribute([R]), tensors)
+
+
+BODIES_OF_1: list[Body] = [
+    partial(gathers_and_slices, (1,)),
+    partial(reductions, (1,)),
+    refilled_storage,
+    cast_into_own_slice,
+    whole_blocks,
+]
+BODIES_OF_2: list[Body] = [
     partial(gathers_and_slices, (2,)),
     partial(reductions, (2,)),
     whole_tensors,
     refilled_storage,
     cast_into_own_slice,
+    whole_blocks,
 ]
-BODIES_OF_4 = [
+BODIES_OF_4: list[Body] = [
     partial(gathers_and_slices, (2, 2)),
     partial(reductions, (2, 2)),
+    partial(gathers_and_slices, (1, 2, 2)),
+    partial(reductions, (2, 1, 2)),
     partly_reduced,
     whole_tensors,
+    whole_blocks,
 ]
 
 
@@ -166,23 +189,19 @@ def name_of(body: Any) -> str:
 
 
 @pytest.mark.parametrize("body", BODIES_OF_2, ids=name_of)
-def test_on_two_simulated_ranks(body: Callable[[int], None]) -> None:
+def test_on_two_simulated_ranks(body: Body) -> None:
     """Values are exact, and no ordering is missing."""
     on_simulated_ranks(body, 2)
 
 
 @pytest.mark.parametrize("body", BODIES_OF_4, ids=name_of)
-def test_on_four_simulated_ranks(body: Callable[[int], None]) -> None:
+def test_on_four_simulated_ranks(body: Body) -> None:
     """The same on two axes."""
     on_simulated_ranks(body, 4)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [partial(gathers_and_slices, (1,)), partial(reductions, (1,)), refilled_storage],
-    ids=name_of,
-)
-def test_on_one_simulated_rank(body: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("body", BODIES_OF_1, ids=name_of)
+def test_on_one_simulated_rank(body: Body) -> None:
     """The same collectives at world size 1."""
     on_simulated_ranks(body, 1)
 
@@ -225,6 +244,27 @@ def test_nothing_to_change_gives_the_buffer_itself(mesh: DeviceMesh) -> None:
     assert buffer.redistribute([RowAtomic()]) is buffer
     assert buffer.view([S]) is buffer
     assert buffer.cast(torch.float32) is buffer
+
+
+def test_a_cast_keeps_the_layout_and_fills_out(mesh: DeviceMesh) -> None:
+    """Every element is converted, padding included."""
+    buffer = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
+    out = DBuffer.empty(mesh, [S], buffer.layout, torch.bfloat16)
+
+    converted = buffer.cast(torch.bfloat16)
+
+    assert converted.layout is buffer.layout
+    assert_holds(converted, [tensor.bfloat16() for tensor in make_tensors()])
+    assert buffer.cast(torch.bfloat16, out=out) is out
+    assert_holds(out, [tensor.bfloat16() for tensor in make_tensors()])
+
+
+def test_a_target_that_is_no_placement_is_refused(mesh: DeviceMesh) -> None:
+    """Before anything is sent."""
+    buffer = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
+
+    with pytest.raises(ConfigError, match=r"^placements must be Replicate, Partial or Shard"):
+        buffer.redistribute(["S(0)"])  # type: ignore[list-item]
 
 
 def test_partial_to_the_same_partial_copies_into_out(mesh: DeviceMesh) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fsdp_sim
@@ -15,7 +14,7 @@ from fsdp_core.dbuffer import DBuffer
 from fsdp_core.errors import StateError
 from fsdp_core.gather_scatter import gather_to_owners, scatter_from_owners
 from fsdp_core.owner_planning import OwnerPlan, assign_owners, list_holders, plan_owner
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import make_mesh, on_simulated_ranks
 
 SHAPES = [(6, 4), (4, 4), (3,), (5, 1, 2)]
 MATRICES = [0, 1, 3]
@@ -31,7 +30,7 @@ def make_tensors() -> list[Tensor]:
 
 def make_buffer_and_plan(rank: int) -> tuple[DBuffer, OwnerPlan]:
     """A row-sharded buffer over all ranks, with its matrices assigned."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = make_mesh(dist.get_world_size())
     buffer = DBuffer.distribute_tensors(make_tensors(), mesh, [Shard(0)])
     axes, layout = buffer.axes, buffer.layout
     holders = list_holders(
@@ -52,7 +51,7 @@ def gathers_and_scatters(rank: int) -> None:
 
     wholes = gather_to_owners(plan, rows_of(buffer))
     assert tuple(wholes) == plan.owned
-    assert all(torch.equal(whole, make_tensors()[index]) for index, whole in wholes.items())
+    assert all(torch.equal(whole.cpu(), make_tensors()[index]) for index, whole in wholes.items())
 
     before = buffer.flat.clone()
     scatter_from_owners(plan, wholes, rows_of(buffer))
@@ -63,7 +62,7 @@ def gathers_and_scatters(rank: int) -> None:
         chunk = buffer.get_tensor_chunk(index)
         rows = tensor[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
         factor = 2 if index in MATRICES else 1
-        assert torch.equal(buffer.get_tensor_view(index), factor * rows)
+        assert torch.equal(buffer.get_tensor_view(index).cpu(), factor * rows)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
