@@ -52,9 +52,10 @@ class _Node:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """One run of the engine over a graph that used several streams.
+    """One run of the engine over a graph.
 
     Attributes:
+        nodes: of a graph that used several streams.
         caller: the stream that was current when backward was called.
         outer: the node that called it, in a backward inside a backward.
         current: the node that ran when somebody last looked.
@@ -81,6 +82,7 @@ class Backward:
         self._streams: list[Stream] = []
         self.current: _Pass | None = None
         self._accumulating: dict[int, _Node] = {}
+        self._plain: _Pass | None = None
 
     # ------------------------------------------------------------------ forward
 
@@ -114,16 +116,22 @@ class Backward:
         machine = self._machine
         caller = machine.stream
         run = self._begin(caller, roots, gradients, ends)
+        outer_plain, self._plain = self._plain, None if run.nodes else run
         is_complete = False
         try:
             yield
             is_complete = True
         finally:
-            if run is not None:
-                self._end(run, is_complete=is_complete)
-            machine.select(
-                caller
-            )  # CUDA's engine works on threads with current streams of their own
+            self._plain = outer_plain
+            self._end(run, is_complete=is_complete)
+            machine.select(caller)
+
+    def watch(self) -> None:
+        """A hook selects a stream for good: the next node starts from its own stream all the same."""
+        run = self._plain
+        if run is not None and self.current is not run:
+            run.current = patches.current_autograd_node()
+            self._resume(run)
 
     def _begin(
         self,
@@ -131,16 +139,17 @@ class Backward:
         roots: Sequence[Any],
         gradients: Sequence[Any],
         ends: Sequence[Any],
-    ) -> _Pass | None:
-        """Return the pass if several streams take part."""
+    ) -> _Pass:
+        """Return the pass; without nodes if only the caller's stream takes part."""
+        outer = patches.current_autograd_node()
+        run = _Pass({}, caller, outer, outer, self.current)
         if len(self._streams) == 1 and self._streams[0] is caller:
-            return None
+            return run
         nodes = self._graph(_node_of(root) for root in roots)
         self._place_leaves(nodes, caller)
         if all(node.stream is caller for node in nodes.values()):
-            return None
-        outer = patches.current_autograd_node()
-        run = _Pass(nodes, caller, outer, outer, self.current)
+            return run
+        run.nodes = nodes
         run.captured = [nodes[id(node)] for node in map(_node_of, ends) if id(node) in nodes]
         self._start_roots(run, roots, gradients)
         self._hook(run)
@@ -149,7 +158,7 @@ class Backward:
 
     def _end(self, run: _Pass, *, is_complete: bool) -> None:
         try:
-            if is_complete:
+            if is_complete and self.current is run:
                 self._join_ends(run)
         finally:
             self._resume(run.previous)
@@ -172,8 +181,12 @@ class Backward:
             self._join_ends(run)
         else:
             known = run.nodes.get(id(node))
-            if known is not None:  # else made during this pass: it has the stream that is current
+            if known is not None:
                 self._enter(run, known)
+            elif run is self._plain:
+                run.current = node
+                self._machine.select(run.caller)
+            # else made during this pass: it has the stream that is current
 
     def at_op(self, args: Iterable[Any]) -> None:
         """An op is about to run: make the current stream the one that it runs on.

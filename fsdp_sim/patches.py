@@ -247,10 +247,8 @@ def address_of(value: Any) -> int:
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a subclass wraps."""
-    if not python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return []
-    names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

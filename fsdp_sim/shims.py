@@ -10,7 +10,6 @@ from torch import Tensor
 from fsdp_sim import machine as machines
 from fsdp_sim import patches, process_group, streams
 from fsdp_sim.dispatch import host_read
-from fsdp_sim.op import Kind
 from fsdp_sim.tensors import access_of
 
 
@@ -52,7 +51,7 @@ def _install_streams(undo: patches.Patches) -> None:
     undo.replace(torch.accelerator, "current_accelerator", _no_accelerator)
 
 
-def _no_accelerator(check_available: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
+def _no_accelerator(check_available: bool = False) -> None:
     """Return None: a rank's device is the CPU's, whatever the machine has."""
 
 

@@ -65,7 +65,7 @@ class Stream(torch.Stream):
     unanswered: int
     _outer: "list[Stream]"
 
-    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Self:  # noqa: ARG004
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Self:
         """Make a stream, or find the one with a given id."""
         machine = _machine()
         if "stream_id" in kwargs:
@@ -101,7 +101,7 @@ class Stream(torch.Stream):
         """The stream's number, as a handle."""
         return self.machine.stream_id(self)
 
-    native_handle = cuda_stream  # type: ignore[assignment]
+    native_handle = cuda_stream
 
     def wait_stream(self, stream: "Stream") -> None:  # type: ignore[override]
         """All later work on this stream runs after all work now on ``stream``."""
@@ -188,10 +188,10 @@ class Event(torch.Event):
 
     def __new__(
         cls,
-        enable_timing: bool = False,  # noqa: FBT001, FBT002  as torch.cuda.Event
-        blocking: bool = False,  # noqa: ARG004, FBT001, FBT002
-        interprocess: bool = False,  # noqa: ARG004, FBT001, FBT002
-        external: bool = False,  # noqa: ARG004, FBT001, FBT002
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
     ) -> Self:
         """Make an event that is not recorded."""
         self = super().__new__(cls, device="cpu")
@@ -257,7 +257,7 @@ class Event(torch.Event):
     cuda_event = event_id
 
     @classmethod
-    def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:  # type: ignore[override]
+    def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
         """Refuse: ranks of a world share no events."""
         raise NotImplementedError("the simulator shares no events between processes")
 
@@ -298,7 +298,9 @@ def set_stream(machine: Machine, stream: Stream) -> Stream:
 def set_current_stream(stream: "Stream | None") -> None:
     """Make ``stream`` current until something else does; None does nothing."""
     if stream is not None:
-        set_stream(_machine_of(stream), stream)
+        machine = _machine_of(stream)
+        machine.backward.watch()
+        set_stream(machine, stream)
 
 
 def stream(stream: "Stream | None") -> StreamContext:
@@ -306,17 +308,17 @@ def stream(stream: "Stream | None") -> StreamContext:
     return StreamContext(stream)
 
 
-def current_stream(device: Any = None) -> Stream:  # noqa: ARG001  as torch.cuda's
+def current_stream(device: Any = None) -> Stream:
     """Return the current stream of the rank."""
     return _machine().stream
 
 
-def default_stream(device: Any = None) -> Stream:  # noqa: ARG001  as torch.cuda's
+def default_stream(device: Any = None) -> Stream:
     """Return the stream that is current when a rank starts."""
     return _machine().default_stream
 
 
-def get_stream_from_external(data_ptr: int, device: Any = None) -> NoReturn:  # noqa: ARG001
+def get_stream_from_external(data_ptr: int, device: Any = None) -> NoReturn:
     """Refuse: a stream of another library cannot be seen."""
     raise NotImplementedError("the simulator cannot see streams of other libraries")
 
@@ -326,7 +328,7 @@ def is_current_stream_capturing() -> bool:
     return False
 
 
-def synchronize(device: Any = None) -> None:  # noqa: ARG001  as torch.cuda's
+def synchronize(device: Any = None) -> None:
     """The host waits for all streams of the rank's device."""
     machine = _machine()
     machine.host_wait(machine.clocks.all_streams(), "synchronize()")

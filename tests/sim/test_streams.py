@@ -9,12 +9,12 @@ import torch
 
 import fsdp_sim
 from fsdp_sim import streams
-from tests.sim.litmus import findings, is_racy, on_one_rank
+from tests.sim.litmus import accelerator, cpu, findings, is_racy, on_one_rank
 
 
 def test_the_names_and_signatures_of_torch_cuda_are_there() -> None:
     """Stream and Event offer what torch.cuda's do, under the same signatures."""
-    for ours, theirs in ((streams.Stream, torch.cuda.Stream), (streams.Event, torch.cuda.Event)):
+    for ours, theirs in ((streams.Stream, torch.cuda.Stream), (streams.Event, torch.cuda.Event)):  # noqa: TID251
         for name, member in vars(theirs).items():
             if name.startswith("__") or name == "_as_parameter_":
                 continue
@@ -26,8 +26,8 @@ def test_the_names_and_signatures_of_torch_cuda_are_there() -> None:
 
 def test_constructors_take_what_those_of_torch_cuda_take() -> None:
     """A stream is made with a device and a priority, an event with its four flags."""
-    assert _parameters(streams.Stream.__new__) == _parameters(torch.cuda.Stream.__new__)
-    assert _parameters(streams.Event.__new__) == _parameters(torch.cuda.Event.__new__)
+    assert _parameters(streams.Stream.__new__) == _parameters(torch.cuda.Stream.__new__)  # noqa: TID251
+    assert _parameters(streams.Event.__new__) == _parameters(torch.cuda.Event.__new__)  # noqa: TID251
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def test_constructors_take_what_those_of_torch_cuda_take() -> None:
 )
 def test_the_functions_of_torch_cuda_are_there(name: str) -> None:
     """Inside a world torch.cpu has each stream function of torch.cuda; outside it is as it was."""
-    had = hasattr(torch.cpu, name)
+    had = hasattr(cpu, name)
 
-    ours = on_one_rank(lambda: _parameters(getattr(torch.cpu, name)))
+    ours = on_one_rank(lambda: _parameters(getattr(cpu, name)))
 
     assert ours == _parameters(getattr(torch.cuda, name))
-    assert hasattr(torch.cpu, name) == had
+    assert hasattr(cpu, name) == had
 
 
-def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+def _parameters(function: Any) -> list[tuple[str, Any]]:
     if isinstance(function, property):
         return []
     return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
@@ -65,13 +65,13 @@ def _write_and_read(order: Callable[[Any, Any], None]) -> Callable[[], None]:
     """Return a program that writes on one side stream and reads on another, ordered by ``order``."""
 
     def program() -> None:
-        one, two = torch.cpu.Stream(), torch.cpu.Stream()
+        one, two = cpu.Stream(), cpu.Stream()
         x = torch.zeros(4)
-        one.wait_stream(torch.cpu.current_stream())
-        with torch.cpu.stream(one):
+        one.wait_stream(cpu.current_stream())
+        with cpu.stream(one):
             x.fill_(1)
         order(one, two)
-        with torch.cpu.stream(two):
+        with cpu.stream(two):
             x.add(1)
 
     return program
@@ -79,7 +79,7 @@ def _write_and_read(order: Callable[[Any, Any], None]) -> Callable[[], None]:
 
 def test_side_streams_are_not_ordered() -> None:
     """Work on two streams with nothing between them races."""
-    assert is_racy(_write_and_read(lambda one, two: None))
+    assert is_racy(_write_and_read(lambda _one, _two: None))
 
 
 def test_wait_stream_orders_what_comes_later() -> None:
@@ -99,15 +99,15 @@ def test_an_event_orders_what_waits_for_it() -> None:
 
 def test_waiting_for_an_event_that_was_never_recorded_does_nothing() -> None:
     """Such a wait returns and orders nothing."""
-    assert is_racy(_write_and_read(lambda one, two: two.wait_event(torch.cpu.Event())))
+    assert is_racy(_write_and_read(lambda _one, two: two.wait_event(cpu.Event())))
 
 
 def test_an_event_recorded_again_is_a_new_snapshot() -> None:
     """A wait takes the last snapshot, not an earlier one."""
 
     def order(one: Any, two: Any) -> None:
-        event = torch.cpu.Event()
-        event.record(torch.cpu.default_stream())  # type: ignore[attr-defined]
+        event = cpu.Event()
+        event.record(cpu.default_stream())
         event.record(one)
         two.wait_event(event)
 
@@ -118,7 +118,7 @@ def test_a_wait_before_the_record_does_not_count() -> None:
     """An event orders those waits that come after its record."""
 
     def order(one: Any, two: Any) -> None:
-        event = torch.cpu.Event()
+        event = cpu.Event()
         two.wait_event(event)
         event.record(one)
 
@@ -129,13 +129,13 @@ def test_an_event_is_a_snapshot() -> None:
     """Work that comes after the record is not covered."""
 
     def program() -> None:
-        side = torch.cpu.Stream()
+        side = cpu.Stream()
         x = torch.zeros(4)
-        side.wait_stream(torch.cpu.current_stream())
+        side.wait_stream(cpu.current_stream())
         event = side.record_event()
-        with torch.cpu.stream(side):
+        with cpu.stream(side):
             x.fill_(1)
-        torch.cpu.current_stream().wait_event(event)
+        cpu.current_stream().wait_event(event)
         x.add(1)
 
     assert is_racy(program)
@@ -145,7 +145,7 @@ def test_order_is_transitive_over_a_third_stream() -> None:
     """One waits for two, two has waited for three: one is behind three."""
 
     def order(one: Any, two: Any) -> None:
-        between = torch.cpu.Stream()
+        between = cpu.Stream()
         between.wait_stream(one)
         two.wait_stream(between)
 
@@ -155,10 +155,10 @@ def test_order_is_transitive_over_a_third_stream() -> None:
 def test_the_host_orders_what_it_launches_after_it_waited() -> None:
     """After synchronize of a stream, an event or the device, later launches are behind it."""
     waits: list[Callable[[Any, Any], Any]] = [
-        lambda one, two: one.synchronize(),
-        lambda one, two: one.record_event().synchronize(),
-        lambda one, two: torch.cpu.synchronize(),
-        lambda one, two: torch.accelerator.synchronize(),
+        lambda one, _two: one.synchronize(),
+        lambda one, _two: one.record_event().synchronize(),
+        lambda _one, _two: cpu.synchronize(),
+        lambda _one, _two: accelerator.synchronize(),
     ]
 
     assert [is_racy(_write_and_read(wait)) for wait in waits] == [False] * 4
@@ -166,17 +166,17 @@ def test_the_host_orders_what_it_launches_after_it_waited() -> None:
 
 def test_the_host_orders_nothing_by_waiting_for_another_stream() -> None:
     """Synchronising a stream without the write leaves the race."""
-    assert is_racy(_write_and_read(lambda one, two: two.synchronize()))
+    assert is_racy(_write_and_read(lambda _one, two: two.synchronize()))
 
 
 def test_the_default_stream_synchronises_with_no_side_stream() -> None:
     """PyTorch's streams are non-blocking: the default stream waits for none."""
 
     def program() -> None:
-        side = torch.cpu.Stream()
+        side = cpu.Stream()
         x = torch.zeros(4)
-        side.wait_stream(torch.cpu.current_stream())
-        with torch.cpu.stream(side):
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
             x.fill_(1)
         x.add(1)
 
@@ -187,10 +187,10 @@ def test_priorities_order_nothing() -> None:
     """A stream of high priority is as unordered as any other, and priorities are clamped."""
 
     def program() -> None:
-        urgent = torch.cpu.Stream(priority=-100)  # type: ignore[call-arg]
-        assert urgent.priority == -3  # type: ignore[attr-defined]
+        urgent = cpu.Stream(priority=-100)
+        assert urgent.priority == -3
         x = torch.zeros(4)
-        with torch.cpu.stream(urgent):
+        with cpu.stream(urgent):
             x.add(1)
 
     assert is_racy(program)
@@ -201,10 +201,10 @@ def test_priorities_order_nothing() -> None:
 
 def _poll_then_read(asked: Callable[[Any], Callable[[], bool]]) -> Callable[[], int]:
     def program() -> int:
-        side = torch.cpu.Stream()
+        side = cpu.Stream()
         x = torch.zeros(4)
-        side.wait_stream(torch.cpu.current_stream())
-        with torch.cpu.stream(side):
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
             x.fill_(1)
         query, count = asked(side), 0
         while not query():
@@ -225,8 +225,8 @@ def test_the_schedule_answers_a_query() -> None:
     """Not done is the default, for a bounded number of times; a deviation says done at once."""
     program = _poll_then_read(lambda side: side.query)
 
-    by_default = fsdp_sim.simulate(lambda rank: program(), 1).results
-    at_once = fsdp_sim.simulate(lambda rank: program(), 1, schedule="v1;w1;0>1").results
+    by_default = fsdp_sim.simulate(lambda _rank: program(), 1).results
+    at_once = fsdp_sim.simulate(lambda _rank: program(), 1, schedule="v1;w1;0>1").results
 
     assert by_default == [streams.QUERIES_UNTIL_DONE]
     assert at_once == [0]
@@ -236,12 +236,12 @@ def test_a_query_of_what_the_host_has_waited_for_is_certain() -> None:
     """Nothing to decide: it is done, and so is an event that was never recorded."""
 
     def program(rank: int) -> list[bool]:
-        side = torch.cpu.Stream()
-        with torch.cpu.stream(side):
+        side = cpu.Stream()
+        with cpu.stream(side):
             torch.zeros(4)
         event = side.record_event()
-        event.synchronize()  # type: ignore[attr-defined]
-        return [event.query(), torch.cpu.Event().query()]  # type: ignore[attr-defined]
+        event.synchronize()
+        return [event.query(), cpu.Event().query()]
 
     report = fsdp_sim.simulate(program, 1)
 
@@ -256,15 +256,15 @@ def test_contexts_nest() -> None:
     """Leaving a context brings back the stream that was current when it was entered."""
 
     def program() -> list[bool]:
-        one, two = torch.cpu.Stream(), torch.cpu.Stream()
-        default, seen = torch.cpu.current_stream(), []
-        with torch.cpu.stream(one):
-            with two:  # type: ignore[attr-defined]
-                seen.append(torch.cpu.current_stream() == two)
-                with torch.cpu.stream(None):  # type: ignore[arg-type]
-                    seen.append(torch.cpu.current_stream() == two)
-            seen.append(torch.cpu.current_stream() == one)
-        seen.append(torch.cpu.current_stream() == default)
+        one, two = cpu.Stream(), cpu.Stream()
+        default, seen = cpu.current_stream(), []
+        with cpu.stream(one):
+            with two:
+                seen.append(cpu.current_stream() == two)
+                with cpu.stream(None):
+                    seen.append(cpu.current_stream() == two)
+            seen.append(cpu.current_stream() == one)
+        seen.append(cpu.current_stream() == default)
         return seen
 
     assert on_one_rank(program) == [True] * 4
@@ -274,10 +274,10 @@ def test_an_exception_leaves_a_context() -> None:
     """The outer stream is current again behind an exception."""
 
     def program() -> bool:
-        side, default = torch.cpu.Stream(), torch.cpu.current_stream()
-        with pytest.raises(ValueError, match="^out$"), torch.cpu.stream(side):
+        side, default = cpu.Stream(), cpu.current_stream()
+        with pytest.raises(ValueError, match=r"^out$"), cpu.stream(side):
             raise ValueError("out")
-        return torch.cpu.current_stream() == default
+        return cpu.current_stream() == default
 
     assert on_one_rank(program)
 
@@ -286,11 +286,11 @@ def test_set_stream_lasts() -> None:
     """``set_stream`` of torch.cpu or torch.accelerator selects until something else does."""
 
     def program() -> list[bool]:
-        side, seen = torch.cpu.Stream(), []
-        torch.cpu.set_stream(side)  # type: ignore[attr-defined]
-        seen.append(torch.accelerator.current_stream() == side)
-        torch.accelerator.set_stream(torch.cpu.default_stream())  # type: ignore[attr-defined]
-        seen.append(torch.cpu.current_stream() == torch.cpu.default_stream())  # type: ignore[attr-defined]
+        side, seen = cpu.Stream(), []
+        cpu.set_stream(side)
+        seen.append(accelerator.current_stream() == side)
+        accelerator.set_stream(cpu.default_stream())
+        seen.append(cpu.current_stream() == cpu.default_stream())
         return seen
 
     assert on_one_rank(program) == [True, True]
@@ -300,11 +300,11 @@ def test_each_rank_has_a_current_stream_of_its_own() -> None:
     """A context open on one rank does not show on another."""
 
     def program(rank: int) -> bool:
-        default = torch.cpu.current_stream()
+        default = cpu.current_stream()
         if rank == 0:
-            torch.cpu.set_stream(torch.cpu.Stream())  # type: ignore[attr-defined]
+            cpu.set_stream(cpu.Stream())
         torch.distributed.barrier()
-        return torch.cpu.current_stream() == default
+        return cpu.current_stream() == default
 
     assert fsdp_sim.simulate(program, 2).results == [False, True]
 
@@ -316,11 +316,11 @@ def test_streams_and_events_are_pytorchs() -> None:
     """They are instances of torch.Stream and torch.Event, and a stream is found by its id."""
 
     def program() -> list[bool]:
-        side = torch.cpu.Stream()
-        again = torch.cpu.Stream(stream_id=side.stream_id, device_index=0, device_type=0)  # type: ignore[call-arg,attr-defined]
+        side = cpu.Stream()
+        again = cpu.Stream(stream_id=side.stream_id, device_index=0, device_type=0)
         return [
             isinstance(side, torch.Stream),
-            isinstance(torch.cpu.Event(), torch.Event),
+            isinstance(cpu.Event(), torch.Event),
             again is side,
             torch.Stream("cpu") == side,
             len({side, again}) == 1,
@@ -333,18 +333,18 @@ def test_time_between_events_counts_ops() -> None:
     """Elapsed time is a number of ops, and needs timing, two records and a wait for the end."""
 
     def program() -> float:
-        start, end = torch.cpu.Event(enable_timing=True), torch.cpu.Event(enable_timing=True)  # type: ignore[call-arg]
+        start, end = cpu.Event(enable_timing=True), cpu.Event(enable_timing=True)
         with pytest.raises(RuntimeError, match=r"^both events must be recorded"):
-            start.elapsed_time(end)  # type: ignore[attr-defined]
+            start.elapsed_time(end)
         start.record()
         torch.zeros(4).add_(1)
         end.record()
         with pytest.raises(RuntimeError, match=r"^the host must wait for the end event first"):
-            start.elapsed_time(end)  # type: ignore[attr-defined]
+            start.elapsed_time(end)
         with pytest.raises(RuntimeError, match=r"^both events must be made with enable_timing"):
-            start.elapsed_time(torch.cpu.Event())  # type: ignore[attr-defined]
+            start.elapsed_time(cpu.Event())
         end.synchronize()
-        return start.elapsed_time(end)  # type: ignore[attr-defined]
+        return start.elapsed_time(end)
 
     assert on_one_rank(program) == 2
 
@@ -354,9 +354,9 @@ def test_handles_for_other_processes_and_foreign_streams_are_refused() -> None:
 
     def program() -> None:
         with pytest.raises(NotImplementedError, match="no events between processes"):
-            torch.cpu.Event().ipc_handle()  # type: ignore[attr-defined]
+            cpu.Event().ipc_handle()
         with pytest.raises(NotImplementedError, match="streams of other libraries"):
-            torch.cpu.get_stream_from_external(1)  # type: ignore[attr-defined]
+            cpu.get_stream_from_external(1)
 
     on_one_rank(program)
 
@@ -367,7 +367,7 @@ def test_a_stream_belongs_to_its_rank() -> None:
 
     def program(rank: int) -> None:
         if rank == 0:
-            kept.extend([torch.cpu.Stream(), torch.cpu.Event()])
+            kept.extend([cpu.Stream(), cpu.Event()])
         torch.distributed.barrier()
         if rank == 1:
             for use in (kept[0].synchronize, kept[0].__enter__, kept[1].record, kept[1].query):
@@ -383,7 +383,7 @@ def test_what_a_program_replaces_on_stream_dies_with_the_world() -> None:
     """A method replaced inside a rank covers the default stream too, and the next world is whole."""
 
     def broken() -> None:
-        torch.cpu.Stream.wait_stream = lambda *_: None  # type: ignore[method-assign]
+        cpu.Stream.wait_stream = lambda *_: None
         _write_and_read(lambda one, two: two.wait_stream(one))()
 
     assert is_racy(broken)
@@ -392,15 +392,15 @@ def test_what_a_program_replaces_on_stream_dies_with_the_world() -> None:
 
 def test_outside_a_world_everything_is_as_before() -> None:
     """Names of torch.cpu, torch.accelerator and torch are put back."""
-    before = (torch.cpu.Stream, torch.cpu.stream, torch.Stream, torch.accelerator.current_stream)
+    before = (cpu.Stream, cpu.stream, torch.Stream, accelerator.current_stream)
 
-    on_one_rank(lambda: torch.cpu.Stream())
+    on_one_rank(lambda: cpu.Stream())
 
     assert before == (
-        torch.cpu.Stream,
-        torch.cpu.stream,
+        cpu.Stream,
+        cpu.stream,
         torch.Stream,
-        torch.accelerator.current_stream,
+        accelerator.current_stream,
     )
     assert not hasattr(torch.cpu, "default_stream")
 
@@ -409,13 +409,13 @@ def test_a_thread_of_the_programs_own_is_refused() -> None:
     """Only the rank's thread may use its streams."""
 
     def program() -> list[str]:
-        import threading  # noqa: PLC0415, TID251
+        import threading  # noqa: TID251
 
         said: list[str] = []
 
         def use() -> None:
             try:
-                torch.cpu.current_stream()
+                cpu.current_stream()
             except RuntimeError as error:
                 said.append(str(error))
 
@@ -424,24 +424,25 @@ def test_a_thread_of_the_programs_own_is_refused() -> None:
         thread.join()
         return said
 
-    assert on_one_rank(program) == [
-        "a simulated stream must be used on the thread of a rank, got another thread; "
-        "call it from the rank's own program"
-    ]
+    (said,) = on_one_rank(program)
+    assert said == (
+        "a simulated stream must be used on the thread of a rank, got another thread; call it from"
+        " the rank's own program"
+    )
 
 
 def test_record_stream_names_the_stream() -> None:
     """``record_stream`` of a tensor protects its memory until the stream's work is done."""
 
-    def program(record: bool) -> Callable[[], None]:  # noqa: FBT001
+    def program(record: bool) -> Callable[[], None]:
         def run() -> None:
-            side = torch.cpu.Stream()
+            side = cpu.Stream()
             x = torch.zeros(4)
-            side.wait_stream(torch.cpu.current_stream())
-            with torch.cpu.stream(side):
+            side.wait_stream(cpu.current_stream())
+            with cpu.stream(side):
                 x.add(1)
             if record:
-                x.record_stream(side)  # type: ignore[arg-type]
+                x.record_stream(side)
             del x
             torch.zeros(4)
 
