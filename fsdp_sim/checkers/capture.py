@@ -1,5 +1,6 @@
 """Capture: a training step can be captured in a CUDA graph."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -37,6 +38,16 @@ class _Step:
     depth: int = 0
     has_backward: bool = False
 
+    def spread(self, sync: Op) -> None:
+        """Carry the capture along an event or a wait."""
+        if sync.kind is Kind.RECORD_EVENT:
+            if sync.stream in self.joined:
+                self.events.add(sync.other)
+            else:
+                self.events.discard(sync.other)
+        elif sync.other in (self.events if sync.kind is Kind.WAIT_EVENT else self.joined):
+            self.joined.add(sync.stream)
+
 
 class Capture:
     """Follows which streams a capture of the step would have reached.
@@ -66,23 +77,20 @@ class Capture:
     def __init__(self, words: Words) -> None:
         self._words = words
         self._steps: dict[int, _Step] = {}
+        self._syncs: defaultdict[int, list[Op]] = defaultdict(list)
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
         """Follow the step, if one is open or begins here."""
-        step = self._steps.get(op.rank)
-        if step is None:
-            if op.kind is RANGE_PUSH and op.name.startswith(COMPUTE):
-                self._begin(op)
-            return ()
         kind = op.kind
+        step = self._steps.get(op.rank)
         if kind in WORK_KINDS or kind is ALLOC:
-            if op.stream == step.start.stream or not _is_runtimes(op):
-                return ()
-            step.last[op.stream] = op
-            return () if op.stream in step.joined else [self._outside(step, op)]
+            self._syncs[op.rank].clear()
+            return () if step is None else self._use(step, op)
         if kind is RANGE_PUSH or kind is RANGE_POP:
             return self._range(step, op, clocks)
-        _spread(step, op)
+        self._syncs[op.rank].append(op)
+        if step is not None:
+            step.spread(op)
         return ()
 
     def on_end(self) -> Iterable[Finding]:
@@ -90,8 +98,19 @@ class Capture:
         return ()
 
     def _begin(self, op: Op) -> None:
+        """Begin a step: behind the last work, so that waits right before the range belong to it."""
         is_backward = op.name.startswith(BACKWARD)
-        self._steps[op.rank] = _Step(op, {op.stream}, depth=1, has_backward=is_backward)
+        step = _Step(op, {op.stream}, depth=1, has_backward=is_backward)
+        for sync in self._syncs[op.rank]:
+            step.spread(sync)
+        self._steps[op.rank] = step
+
+    def _use(self, step: _Step, op: Op) -> Iterable[Finding]:
+        """What the runtime does must be on a stream that the capture has reached."""
+        if op.stream == step.start.stream or not _is_runtimes(op):
+            return ()
+        step.last[op.stream] = op
+        return () if op.stream in step.joined else [self._outside(step, op)]
 
     def _outside(self, step: _Step, op: Op) -> Finding:
         """An op is on a stream that the capture has not reached."""
@@ -105,17 +124,20 @@ class Capture:
         detail = (f"missing edge: {stream} must wait for {caller} after {place(step.start)}",)
         return _finding(message, (step.start, op), detail, words)
 
-    def _range(self, step: _Step, op: Op, clocks: Clocks) -> list[Finding]:
+    def _range(self, step: _Step | None, op: Op, clocks: Clocks) -> Iterable[Finding]:
         is_push = op.kind is RANGE_PUSH
         if op.name.startswith(COMPLETION):
-            return [] if is_push else self._complete(step, op, clocks)
-        is_forward, is_backward = op.name.startswith(FORWARD), op.name.startswith(BACKWARD)
-        if is_push and is_forward and step.depth == 0 and not step.has_backward:
+            return () if is_push or step is None else self._complete(step, op, clocks)
+        if not op.name.startswith(COMPUTE):
+            return ()
+        is_backward = op.name.startswith(BACKWARD)
+        is_idle = step is None or (step.depth == 0 and not step.has_backward and not is_backward)
+        if is_push and is_idle:
             self._begin(op)
-        elif is_forward or is_backward:
+        elif step is not None:
             step.depth += 1 if is_push else -1
             step.has_backward = step.has_backward or is_backward
-        return []
+        return ()
 
     def _complete(self, step: _Step, end: Op, clocks: Clocks) -> list[Finding]:
         """Every stream that was used must be behind the caller's now."""
@@ -147,14 +169,3 @@ def _is_runtimes(op: Op) -> bool:
     """Whether the runtime did it, and not the program inside a unit's forward or backward."""
     label = op.annotation
     return label is not None and label.startswith(RUNTIME) and not label.startswith(COMPUTE)
-
-
-def _spread(step: _Step, op: Op) -> None:
-    """Carry the capture along an event or a wait."""
-    if op.kind is Kind.RECORD_EVENT:
-        if op.stream in step.joined:
-            step.events.add(op.other)
-        else:
-            step.events.discard(op.other)
-    elif op.other in (step.events if op.kind is Kind.WAIT_EVENT else step.joined):
-        step.joined.add(op.stream)

@@ -73,10 +73,24 @@ def test_a_stream_that_does_not_come_back_is_found() -> None:
     assert "missing edge: stream 0 must wait for stream 2 after op 11" in finding.detail
 
 
+def test_a_wait_right_before_the_start_belongs_to_the_step() -> None:
+    """Nothing ran between them, so the capture may begin before it; behind other work it may not."""
+    for is_work_between in (False, True):
+        ops = Ops()
+        ops.wait_stream(GATHER, CALLER)
+        if is_work_between:
+            ops.aten(CALLER, write(9))
+        ops.push("fsdp_core::forward root")
+        ops.alloc(GATHER, 7, annotation="fsdp_core::unshard root")
+
+        assert len(ops.findings("capture")) == is_work_between
+
+
 def test_an_event_recorded_before_the_start_takes_nothing_in() -> None:
     """It is a snapshot of work outside."""
     ops = Ops()
     ops.record(CALLER, event=3)
+    ops.aten(CALLER, write(9))
     ops.push("fsdp_core::forward root")
     ops.wait(GATHER, event=3)
     ops.alloc(GATHER, 7, annotation="fsdp_core::unshard root")
