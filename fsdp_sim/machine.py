@@ -15,8 +15,11 @@ from fsdp_sim.task import RankLocal
 from fsdp_sim.world import Rank, Wait
 
 if TYPE_CHECKING:
-    from fsdp_sim.process_group import Meeting, Pending
+    from fsdp_sim.checkers.device_graph import Launch
+    from fsdp_sim.meeting import Pending, Wire
+    from fsdp_sim.process_group import Communicator
     from fsdp_sim.streams import Stream
+    from fsdp_sim.work import Work, WorkFuture
 
 ANNOTATION_PREFIXES = ("fsdp_core::", "FSDP::")
 """Ranges whose name starts so label ops and take part in matching; users extend the list."""
@@ -41,7 +44,11 @@ class Machine:
         memory: its storages.
         backward: its backward passes; ``in_backward`` while one runs that uses several streams.
         streams: those in use, by id.
-        pending: parts of collectives that have been issued and are not complete.
+        wire: what it shares with the machines of the other ranks.
+        communicators: its view of each process group that it has used, by group.
+        incarnations: how many groups it has made, by name.
+        works: handles of asynchronous operations that nobody has waited for, in order of issue.
+        blockers: what the operator that is being issued must be run after; empty unless deferred.
         ranges: open record_function ranges, outermost first, each with the label outside it.
         annotation: the innermost open range of a runtime, which labels what is issued inside it.
     """
@@ -50,31 +57,31 @@ class Machine:
         self,
         rank: Rank,
         analysis: Analysis,
-        meetings: "dict[Any, Meeting]",
+        wire: "Wire",
         sink: Callable[[Op], None] | None,
         *,
         poison: bool = False,
     ) -> None:
         self.rank = rank
         self.analysis = analysis
-        self.meetings = meetings
+        self.wire = wire
         self.sink = sink
         self.poison = poison
         self.clocks: Clocks = analysis.clocks[rank.index]
         self.memory = Memory(self)
-        self.pending: list[Pending] = []
         self.ranges: list[tuple[str, str | None]] = []
         self.annotation: str | None = None
         self.is_open = True
         self.functional_depth = 0
-        self.sequences: dict[Any, int] = {}
-        self.group_streams: dict[str, Stream] = {}
-        self.group_ranks: dict[str, tuple[int, ...]] = {}
-        self.coalescing: list[Pending] | None = None
-        self.works: list[Any] = []
-        self.last_work: Any = None
+        self.communicators: dict[Any, Communicator] = {}
+        self.incarnations: dict[str, int] = {}
+        self.works: dict[Work, None] = {}
+        self.last_work: Work | None = None
         self.premultiplier: Any = None
-        self.cpp_works: list[Any] = []
+        self.cpp_futures: list[WorkFuture] = []
+        self.joins_futures_at_once = False
+        self.blockers: list[Pending] = []
+        self.is_deferring = False
         self.backward = Backward(self)
         self.in_backward = False
         self.streams: dict[int, Stream] = {}
@@ -182,31 +189,51 @@ class Machine:
 
     # ------------------------------------------------------------------ waiting
 
-    def needed(self, clock: dict[int, int]) -> "tuple[Pending, ...]":
-        """Return the incomplete parts of collectives that ``clock`` covers."""
-        return tuple(part for part in self.pending if clock.get(part.stream, 0) >= part.tick)
+    def needed(self, clock: dict[int, int]) -> "tuple[Launch, ...]":
+        """Return the device ops of collectives that ``clock`` covers and that are not complete."""
+        unfinished = self.wire.graph.unfinished[self.rank.index]
+        return tuple(each for each in unfinished if clock.get(each.stream, 0) >= each.tick)
 
     def host_wait(self, clock: dict[int, int], reason: str) -> None:
         """The host stops until the device work in ``clock`` is done, as CUDA's would."""
         self.rank.reach("host_wait")
         self.park_for(self.needed(clock), reason, is_host_wait=True)
 
-    def park_for(self, needs: "tuple[Pending, ...]", reason: str, *, is_host_wait: bool) -> None:
-        """Let other ranks run until all of ``needs`` are complete."""
+    def park_for(
+        self,
+        needs: "tuple[Launch | Pending, ...]",
+        reason: str,
+        *,
+        is_host_wait: bool,
+        can_defer: bool = False,
+    ) -> None:
+        """Let other ranks run until all of ``needs`` are complete, or become ``blockers``."""
         while True:
-            waiting = tuple(part for part in needs if not part.is_done)
+            waiting = tuple(each for each in needs if not each.is_done)
             if not waiting:
                 return
-            for part in waiting:
-                part.waiters.append(self.rank)
-            self.rank.park(Wait(reason, is_host_wait, waiting))
+            for each in waiting:
+                each.waiters.append(self.rank)
+            self.rank.park(Wait(reason, is_host_wait, waiting, can_defer))
+            if self.is_deferring:
+                self.is_deferring = False
+                self.blockers.extend(each for each in waiting if not each.is_done)  # type: ignore[misc]
+                return
 
     def close(self) -> None:
         """The program has returned: what dies later depends on the collector and is no op."""
         self.is_open = False
 
 
-_PLUMBING = ("/fsdp_sim/", "/torch/", "/contextlib.py", "/functools.py", "/typing_extensions.py")
+_PLUMBING = (
+    "/fsdp_sim/",
+    "/torch/",
+    "/fsdp_core/device.py",
+    "/fsdp_core/torch_private.py",
+    "/contextlib.py",
+    "/functools.py",
+    "/typing_extensions.py",
+)
 _SUBJECTS = (
     "/torch/distributed/fsdp/",
     "/torch/distributed/_composable/",
