@@ -17,12 +17,17 @@ import torch
 from torch import nn
 
 from fsdp_core import device as accelerator
+from fsdp_core.agreement import agree_on_events
+from fsdp_core.collectives import MeshAxes
 from fsdp_core.device import Stream
-from fsdp_core.errors import ConfigError, StateError
+from fsdp_core.errors import ConfigError, ConfigTypeError, StateError
 from fsdp_core.execution_order import ExecutionEvent, ExecutionOrder
 from fsdp_core.phase import Phase
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.torch_private import current_graph_task, in_graph_task, queue_backward_callback
+
+# Events that the message about a diverging pass repeats.
+LAST_EVENTS = 4
 
 
 class PrefetchOrder(Enum):
@@ -45,7 +50,9 @@ class Unit(Protocol):
         modules: its modules, weakly; events carry the first.
         enclosing: the units whose forward called this one, at its last use in backward.
         full_numel: elements of its whole parameters.
-        positions: index in the registration order, for each phase.
+        positions: index in the registration order, for each phase; empty under RECORDED.
+        axes: the mesh that its parameters lie on.
+        notes_events: its hooks note when it enters a phase.
     """
 
     ref: "weakref.ref[Any]"
@@ -54,6 +61,11 @@ class Unit(Protocol):
     enclosing: tuple["weakref.ref[Any]", ...]
     full_numel: int
     positions: dict[Phase, int]
+    axes: MeshAxes
+
+    @property
+    def notes_events(self) -> bool:
+        """Whether its hooks note when it enters a phase."""
 
     def prefetch(self) -> None:
         """Gather the weights early, if they are not there."""
@@ -67,8 +79,8 @@ class Unit(Protocol):
     def retry(self) -> None:
         """Complete if only an open unit inside this one was waited for."""
 
-    def end_forward(self) -> None:
-        """Reshard what waited for another module of the unit to run."""
+    def end_forward(self, *, sweep: bool) -> None:
+        """Reshard what an outermost forward has left over."""
 
     def come_to_rest(self) -> None:
         """Reshard if nobody uses the weights."""
@@ -159,12 +171,14 @@ class FsdpContext:
     ) -> None:
         self.device = _resolve_device(device)
         self.runtime_policy = policy = runtime_policy or RuntimePolicy()
-        if prefetch_order is not PrefetchOrder.REGISTRATION:
-            msg = "prefetch_order=PrefetchOrder.RECORDED is not built yet"
-            raise NotImplementedError(msg)
+        order: object = prefetch_order
+        if not isinstance(order, PrefetchOrder):
+            msg = f"prefetch_order must be a PrefetchOrder, got {prefetch_order!r}"
+            raise ConfigTypeError(msg)
         if policy.use_symmetric_memory:
             accelerator.check_symmetric_memory(self.device)
-        self._prefetch_order = prefetch_order
+        self.prefetch_order = prefetch_order
+        self._recording = prefetch_order is PrefetchOrder.RECORDED
         self.allgather_stream: Stream = accelerator.new_stream(self.device)
         self.inner_reduction_stream: Stream = (
             accelerator.new_stream(self.device)
@@ -191,6 +205,7 @@ class FsdpContext:
         self._post_backward_hook_registered = False
         self._registered: dict[nn.Module, Unit] = {}
         self._finalized = False
+        self._forward_start = 0
         self._units: list[weakref.ref[Unit]] = []
         self._unsharded: dict[weakref.ref[Unit], None] = {}
         self._open: list[Unit] = []
@@ -207,7 +222,7 @@ class FsdpContext:
     @property
     def is_recording_execution_order(self) -> bool:
         """Whether the present pass is the one that later passes must repeat."""
-        return False
+        return self._recording
 
     def register_module(self, module: nn.Module, unit: Unit) -> None:
         """Add a module of a unit: the last act of a successful `fully_shard`.
@@ -245,8 +260,9 @@ class FsdpContext:
         for root in reversed(roots):
             _collect_backward_order(root, self._registered, backward)
         self._name_units()
-        self._fill_order(Phase.FORWARD, forward)
-        self._fill_order(Phase.BACKWARD, backward)
+        if not self._recording:
+            self._fill_order(Phase.FORWARD, forward)
+            self._fill_order(Phase.BACKWARD, backward)
         self._registered.clear()
         self.parameter_to_owner = None
         self._finalized = True
@@ -325,6 +341,7 @@ class FsdpContext:
             )
             self.reset()
         self.evaluating = not torch.is_grad_enabled()
+        self._forward_start = self._pass_length()
         # Edge 1: gathers read weights that the optimizer or an initialiser wrote on this stream.
         accelerator.wait_stream(self.allgather_stream, self.current_stream())
 
@@ -334,23 +351,76 @@ class FsdpContext:
         Prefetches of a training forward stay: backward may use them, and completion ends them.
         """
         for unit in self._living(self._unsharded):
-            unit.end_forward()
-            if failed or self.evaluating:
-                unit.come_to_rest()
+            unit.end_forward(sweep=failed or self.evaluating)
+        if failed and not self.evaluating:
+            self._rewind(self._forward_start)
         self.evaluating = False
 
+    def _pass_length(self) -> int:
+        """Return how many events this pass has had."""
+        return len(self.execution_order) if self._recording else self.execution_order.position
+
+    def _rewind(self, length: int) -> None:
+        """Take back all events of this pass but the first `length`."""
+        if self._recording:
+            self.execution_order.truncate(length)
+        else:
+            self.execution_order.move_to(length)
+
     def note(self, unit: Unit, phase: Phase) -> None:
-        """Note that a unit enters a phase: the cursor moves behind this event."""
+        """Note that a unit enters a phase: the cursor moves behind this event.
+
+        Raises:
+            StateError: the recorded pass has another event here.
+        """
         module = unit.modules[0]()
         assert module is not None
-        if not self.execution_order.consume(module, phase):
+        event = ExecutionEvent(module, phase)
+        if self._recording:
+            self.execution_order.append(event)
+        elif self.execution_order.consume(module, phase):
+            return
+        elif self.prefetch_order is PrefetchOrder.RECORDED:
+            raise self._divergence(event)
+        else:
             self._move_cursor(unit, phase)
+
+    def _divergence(self, event: ExecutionEvent) -> StateError:
+        """Say how an event differs from the recorded one."""
+        order = self.execution_order
+        position, fqn = order.position, self._module_names[event.module]
+        if position == 0 and event.phase is Phase.BACKWARD:
+            msg = (
+                f"step {self.stats.steps}: RECORDED needs one backward call per pass, got another "
+                f"one that enters unit {fqn or '<root>'!r}; add the losses, or use REGISTRATION"
+            )
+            return StateError(msg, fqn=fqn)
+        expected = order.peek()
+        before = [order.peek(-offset) for offset in range(min(position, LAST_EVENTS), 0, -1)]
+        hint = "call context.reset() and repeat the recorded pass, or use REGISTRATION"
+        if event.phase is Phase.FORWARD:
+            hint += "; run validation under torch.no_grad()"
+        msg = (
+            f"step {self.stats.steps}: a pass must repeat the recorded one, got "
+            f"{self._describe(event)} at position {position} of {len(order)}, expected "
+            f"{self._describe(expected)}; before it came "
+            f"[{', '.join(self._describe(each) for each in before)}]; {hint}"
+        )
+        return StateError(msg, fqn=fqn)
+
+    def _describe(self, event: ExecutionEvent | None) -> str:
+        if event is None:
+            return "the end"
+        return f"{self._module_names[event.module] or '<root>'} {event.phase.value}"
 
     def _move_cursor(self, unit: Unit, phase: Phase) -> None:
         """Follow a unit that was called out of order; warn once for each change of order."""
         order = self.execution_order
         position = unit.positions[phase]
-        expected = order.peek()
+        while (expected := order.peek()) and not self._unit_of(expected.module).notes_events:
+            order.move_to(order.position + 1)
+        if order.position == position:
+            expected = None
         restarts = phase is Phase.FORWARD and not self.calls
         if expected is not None and not restarts and self._deviation is None:
             name = self._module_names[expected.module]
@@ -373,8 +443,10 @@ class FsdpContext:
             phase: the direction; units of the other one are never gathered early.
             numel_max: the budget in elements; None: one unit.
         """
+        if self._recording or (self.evaluating and not unit.positions):
+            return
         order = self.execution_order
-        offset = unit.positions[phase] + 1 - order.position if self.evaluating else 0
+        offset = unit.positions[phase] + 1 - order.position if unit.positions else 0
         numel = 0
         while numel_max is None or numel < numel_max:
             event = order.peek(offset)
@@ -445,7 +517,8 @@ class FsdpContext:
 
     def close_unit(self, unit: Unit) -> None:
         """Note that a unit's backward is over; units around it may have waited for that."""
-        self._open.remove(unit)
+        if unit in self._open:
+            self._open.remove(unit)
         for other in reversed(tuple(self._open)):
             other.retry()
 
@@ -504,9 +577,57 @@ class FsdpContext:
         if self.is_last_microbatch and not self.caller_managed_grad_sync:
             self.finish_grad_sync()
         self._post_backward_hook_registered = False
-        self.execution_order.move_to(0)
         self._deviation_before, self._deviation = self._deviation, None
         self.stats.steps += 1
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        """Freeze the recorded pass, or check that it was repeated to its end.
+
+        Raises:
+            StateError: ranks ran different passes, or this one ended early.
+        """
+        order = self.execution_order
+        if self._recording:
+            if len(order):
+                self._freeze()
+            return
+        ended, expected = order.position, order.peek()
+        order.move_to(0)
+        if self.prefetch_order is PrefetchOrder.RECORDED and ended not in (0, len(order)):
+            msg = (
+                f"step {self.stats.steps - 1}: a pass must repeat the recorded one, got its end at "
+                f"position {ended} of {len(order)}, expected {self._describe(expected)}; use "
+                f"REGISTRATION if passes differ"
+            )
+            raise StateError(msg)
+
+    def _freeze(self) -> None:
+        """End recording, once the ranks have agreed that they ran the same pass."""
+        events = list(self.execution_order)
+        roots = list(self._roots)
+        described = [
+            (self._root_index(event.module, roots), self._describe(event)) for event in events
+        ]
+        meshes: dict[tuple[Any, ...], MeshAxes] = {}
+        for unit in self._living(self._units):
+            meshes.setdefault(unit.axes.process_groups, unit.axes)
+        try:
+            for axes in meshes.values():
+                mine = [
+                    each
+                    for each, event in zip(described, events, strict=True)
+                    if self._unit_of(event.module).axes.process_groups == axes.process_groups
+                ]
+                agree_on_events(mine, axes)
+        except StateError:
+            self.execution_order.truncate(0)
+            raise
+        self._recording = False
+
+    @staticmethod
+    def _root_index(module: nn.Module, roots: list[nn.Module]) -> int:
+        return next(i for i, root in enumerate(roots) if module in root.modules())
 
     def _run_delayed_post_backward_callbacks(self) -> None:
         """Complete every unit that is still open, inner ones before those around them."""
@@ -532,7 +653,7 @@ class FsdpContext:
         accelerator.wait_stream(self.current_stream(), self.allgather_stream)
         self.finish_grad_sync()
         self._post_backward_hook_registered = False
-        self.execution_order.move_to(0)
+        self._rewind(0)
         self._deviation = None
 
     def parameters_without_grad(self) -> list[str]:

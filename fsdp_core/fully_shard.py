@@ -135,6 +135,7 @@ def fully_shard(
         _check_tree(each, context)
     axes = _check_mesh(mesh, placements, context)
     policy = schedule_policy or SchedulePolicy()
+    _check_policy(policy, context)
     spec = GroupSpec(
         axes=axes,
         placements=placements,
@@ -148,7 +149,7 @@ def fully_shard(
     groups = [ParameterGroup(each, spec) for each in _group_members(members)]
     for group in groups:
         group.commit()
-    unit = ShardedUnit(modules, groups, context, policy)
+    unit = ShardedUnit(modules, axes, groups, context, policy)
     for each in modules:
         each.__class__ = _sharded_class(type(each))
         assert isinstance(each, FsdpModule)
@@ -168,6 +169,15 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             msg = f"a module is sharded once, got a {type(each).__name__} that is a unit already"
             raise ConfigError(msg)
     return list(dict.fromkeys(modules))
+
+
+def _check_policy(policy: SchedulePolicy, context: FsdpContext) -> None:
+    if not policy.register_hooks and context.prefetch_order is PrefetchOrder.RECORDED:
+        msg = (
+            "PrefetchOrder.RECORDED needs the hooks of every unit, got register_hooks=False; use "
+            "REGISTRATION"
+        )
+        raise ConfigError(msg)
 
 
 def _check_divisor(grad_divisor: float) -> None:

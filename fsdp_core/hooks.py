@@ -26,10 +26,24 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
             module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+    unit.watch = _watch_gradient
     for index, member in enumerate(unit.members):
         if member.full.requires_grad:
-            hook = partial(_after_gradient, unit.ref, index)
-            member.full.register_post_accumulate_grad_hook(hook)
+            _watch_gradient(unit, index)
+
+
+def _watch_gradient(unit: ShardedUnit, index: int) -> None:
+    """Have the unit told of each gradient of a parameter, once it is accumulated."""
+    member = unit.members[index]
+    if member.is_watched:
+        return
+    member.is_watched = True
+    hook = partial(_after_gradient, unit.ref, index)
+    if member.is_delayed:
+        owner: Any = member.slots[0].owner()
+        owner.register_wgrad_accumulation_and_reduce_hooks(partial(hook, member.full))
+    else:
+        member.full.register_post_accumulate_grad_hook(hook)
 
 
 def _before_forward(module: nn.Module, _args: Any) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from fsdp_core import device as accelerator
+from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import Call, FsdpContext
 from fsdp_core.device import Event, Stream
-from fsdp_core.errors import StateError
+from fsdp_core.errors import StateError, StateValueError
 from fsdp_core.parameter_group import ParameterGroup
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
@@ -28,7 +29,7 @@ Direction = Literal["forward", "backward", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """The full weights do not exist; modules hold the sharded parameters."""
+    """The full weights do not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Unsharded:
-    """Modules hold the full parameters.
+    """The full weights are readable on a stream.
 
     Attributes:
         event: as in `Gathered`.
@@ -72,30 +73,46 @@ class Use:
     """
 
     unit: "weakref.ref[ShardedUnit]"
-    enclosing: tuple["weakref.ref[ShardedUnit]", ...]
+    enclosing: tuple["weakref.ref[Any]", ...]
     graph_task: int = -1
 
 
 @dataclass(slots=True)
-class _Window:
-    """What one backward of a unit has got so far.
+class Window:
+    """The one countdown: what a unit has got of the gradients that complete it.
 
     Attributes:
-        fired: for each gradient index, whether it came.
-        pending: how many distinct ones are still to come.
+        fired: for each parameter, whether a gradient came.
+        expected: gradients that complete the window.
+        declared: `expected` was declared, and counts every gradient; otherwise each trainable
+            parameter counts once, however often it is used.
+        count: how many came.
         entered: uses that backward has entered.
         graph_task: the backward pass that entered the last one.
-        reduced: the gradients were reduced; the weights may still be needed.
-        nested: the last gradient came in a backward pass inside the one that entered the unit, so
-            more of them may come.
+        nested: the last gradient came in a backward pass inside the one that entered the unit
+            (reentrant checkpointing), so more may come until that one moves on.
+        reduced: the gradients were reduced; frozen weights may still be needed.
     """
 
     fired: bytearray
-    pending: int
+    expected: int
+    declared: bool
+    count: int = 0
     entered: int = 0
     graph_task: int = -1
-    reduced: bool = False
     nested: bool = False
+    reduced: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all expected gradients have come."""
+        return self.count >= self.expected
+
+    def add(self, index: int) -> None:
+        """Count one gradient."""
+        if self.declared or not self.fired[index]:
+            self.count += 1
+        self.fired[index] = 1
 
 
 class ShardedUnit:
@@ -105,18 +122,23 @@ class ShardedUnit:
         ref: this unit, weakly.
         context: what it shares with other units.
         modules: its modules, weakly: they hold the unit.
+        axes: the mesh that its parameters lie on.
         groups: its parameters, one group for each dtype and trainability.
+        members: all of its parameters.
         policy: how it is scheduled.
         phase: what it is doing.
         fqn: names of its modules relative to their roots, once the context is finalized.
         enclosing: see `Use`; of the last use that backward entered.
-        positions: see `Unit`.
+        positions: see the `Unit` of `context.py`.
         full_numel: elements of its whole parameters.
+        callbacks: called with the first module when a backward of the unit is over.
+        watch: installs the gradient hook of a parameter that becomes trainable.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        axes: MeshAxes,
         groups: Sequence[ParameterGroup],
         context: FsdpContext,
         policy: SchedulePolicy,
@@ -124,6 +146,7 @@ class ShardedUnit:
         self.ref: weakref.ref[ShardedUnit] = weakref.ref(self)
         self.context = context
         self.modules = tuple(weakref.ref(module) for module in modules)
+        self.axes = axes
         self.groups = tuple(groups)
         self.policy = policy
         self.phase = Phase.RESTING
@@ -132,34 +155,49 @@ class ShardedUnit:
         self.positions: dict[Phase, int] = {}
         self.full_numel = sum(group.full_numel for group in groups)
         self.members = [member for group in self.groups for member in group.members]
+        self.callbacks: list[Callable[[nn.Module], None]] = []
+        self.watch: Callable[[ShardedUnit, int], None]
+        for group in self.groups:
+            group.unit = self.ref
+        self._transient = [group for group in self.groups if not group.keeps_full]
+        self._transient_nbytes = sum(group.full_nbytes for group in self._transient)
         self._swaps = [
             (slot.registry, slot.name, member.sharded, member.full)
             for member in self.members
             for slot in member.slots
         ]
-        for group in self.groups:
-            group.unit = self.ref
-        self._transient = [group for group in self.groups if not group.keeps_full]
-        self._transient_nbytes = sum(group.full_nbytes for group in self._transient)
+        self._pairs = [(member.sharded, member.full) for member in self.members]
+        self._labels: dict[str, str] = {}
+        # State of the weights, and of the modules' registries.
         self._weights: Weights = _RESHARDED
-        self._callers: dict[weakref.ref[Any], None] = {}
+        self._holds_full = False
+        self._holders = 0
+        # State of forwards.
         self._calls = 0
         self._ran: list[nn.Module] = []
+        self._callers: dict[weakref.ref[Any], None] = {}
         self._live_uses = 0
+        # State of backward.
+        self._has_frozen = any(not member.full.requires_grad for member in self.members)
+        self._has_delayed = any(member.is_delayed for member in self.members)
         self._window = self._new_window()
         self._scope: AbstractContextManager[Any] | None = None
-        self.callbacks: list[Callable[[nn.Module], None]] = []
-        self._labels: dict[str, str] = {}
+
+    @property
+    def notes_events(self) -> bool:
+        """Whether its hooks note when it enters a phase."""
+        return self.policy.register_hooks
+
+    @property
+    def name(self) -> str:
+        """How messages and annotations call the unit."""
+        return self.fqn or "<root>"
 
     def _label(self, operation: str) -> str:
         label = self._labels.get(operation)
         if label is None:
-            label = self._labels[operation] = f"{operation} {self.fqn or '<root>'}"
+            label = self._labels[operation] = f"{operation} {self.name}"
         return label
-
-    def _new_window(self) -> _Window:
-        trainable = [member.full.requires_grad for member in self.members]
-        return _Window(bytearray(len(trainable)), sum(trainable))
 
     def _change_phase(self, phase: Phase) -> None:
         check_phase_change(self.fqn, self.phase, phase)
@@ -180,11 +218,17 @@ class ShardedUnit:
         """
         context = self.context
         stream = context.allgather_stream
-        with accelerator.annotate(self._label("unshard")):
-            # Full weights belong to the pool of the stream that gathers and frees them.
-            with accelerator.on_stream(stream):
-                gathers = sum([group.unshard() for group in self.groups])
-            event = accelerator.record_event(stream)
+        gathers = 0
+        try:
+            with accelerator.annotate(self._label("unshard")):
+                # Full weights belong to the pool of the stream that gathers and frees them.
+                with accelerator.on_stream(stream):
+                    for group in self.groups:
+                        gathers += group.unshard()
+                event = accelerator.record_event(stream)
+        except BaseException:
+            self._release()
+            raise
         self._weights = Gathered(event, early)
         context.stats.gathers += gathers
         if gathers and not early:
@@ -203,20 +247,47 @@ class ShardedUnit:
             return
         stream = self.context.current_stream()
         weights = self._weights
-        if isinstance(weights, Unsharded) and weights.stream == stream:
-            return
         if isinstance(weights, Resharded):
             self._gather(early=False)
             weights = self._weights
-        assert not isinstance(weights, Resharded)
-        # Edge 2: compute needs this unit's weights, not what the stream was given later.
-        accelerator.wait_event(stream, weights.event)
-        if isinstance(weights, Gathered):
-            if weights.early:
+        if not (isinstance(weights, Unsharded) and weights.stream == stream):
+            assert not isinstance(weights, Resharded)
+            # Edge 2: compute needs this unit's weights, not what the stream was given later.
+            accelerator.wait_event(stream, weights.event)
+            if isinstance(weights, Gathered) and weights.early:
                 self.context.stats.used_prefetches += 1
-            for registry, name, _, full in self._swaps:
-                registry[name] = full
-        self._weights = Unsharded(weights.event, stream)
+            self._weights = Unsharded(weights.event, stream)
+        self._register_full()
+
+    def _register_full(self) -> None:
+        if self._holds_full:
+            return
+        for sharded, full in self._pairs:
+            if full.requires_grad is not sharded.requires_grad:
+                self._follow_trainability()
+                break
+        for registry, name, _, full in self._swaps:
+            registry[name] = full
+        self._holds_full = True
+
+    def _register_sharded(self) -> None:
+        if not self._holds_full:
+            return
+        for registry, name, sharded, full in self._swaps:
+            registry[name] = sharded
+            if sharded.requires_grad is not full.requires_grad:
+                sharded.requires_grad_(full.requires_grad)
+        self._holds_full = False
+
+    def _follow_trainability(self) -> None:
+        """Freeze or unfreeze full parameters as their sharded ones were."""
+        for index, (sharded, full) in enumerate(self._pairs):
+            if sharded.requires_grad and not full.requires_grad:
+                full.requires_grad_(True)  # noqa: FBT003 - PyTorch's own signature
+                self.watch(self, index)
+            elif full.requires_grad and not sharded.requires_grad:
+                full.requires_grad_(False)  # noqa: FBT003 - PyTorch's own signature
+        self._has_frozen = any(not full.requires_grad for _, full in self._pairs)
 
     def _drop_stale(self) -> None:
         """Give weights up that were gathered before the main weights were last written."""
@@ -227,27 +298,32 @@ class ShardedUnit:
 
     def _reshard(self) -> None:
         """Put the sharded parameters back and free the full weights."""
+        self._register_sharded()
+        self._free()
+
+    def _free(self) -> None:
+        """Free the full weights."""
         weights = self._weights
         if isinstance(weights, Resharded):
             return
         context = self.context
-        stream = context.allgather_stream
         with accelerator.annotate(self._label("reshard")):
-            if isinstance(weights, Unsharded):
-                for registry, name, sharded, _ in self._swaps:
-                    registry[name] = sharded
-                if self._transient:
-                    # Edge 3: the memory may be reused at once, so its readers must be done.
-                    accelerator.wait_stream(stream, context.current_stream())
-            elif weights.early:
-                context.stats.unused_prefetches += 1
-            # Full weights go back to the pool that they came from.
-            with accelerator.on_stream(stream):
-                for group in self._transient:
-                    group.reshard()
+            if isinstance(weights, Gathered):
+                context.stats.unused_prefetches += weights.early
+            elif self._transient:
+                # Edge 3: the memory may be reused at once, so its readers must be done.
+                accelerator.wait_stream(context.allgather_stream, context.current_stream())
+            self._release()
         self._weights = _RESHARDED
-        self._ran.clear()
         context.note_resharded(self, self._transient_nbytes)
+
+    def _release(self) -> None:
+        # Full weights go back to the pool that they came from.
+        with accelerator.on_stream(self.context.allgather_stream):
+            for group in self._transient:
+                group.reshard()
+
+    # -- driven by hand ----------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Have the full weights in the modules, for a caller who drives the unit by hand."""
@@ -258,20 +334,28 @@ class ShardedUnit:
             # Edge 1: the gather reads what this stream wrote since the last one.
             accelerator.wait_stream(self.context.allgather_stream, self.context.current_stream())
         self._demand()
+        if not self.policy.register_hooks:
+            self._holders += 1
 
     def reshard(self) -> None:
         """Free the full weights, for a caller who drives the unit by hand.
 
+        Without hooks, users are counted: the last of as many calls as those of `unshard` frees.
+
         Raises:
             StateError: the unit's forward or backward is running.
         """
-        if self.phase is not Phase.RESTING:
+        if self._holders:
+            self._holders -= 1
+        busy = self.phase is not Phase.RESTING if self.policy.register_hooks else self._calls
+        if busy:
             msg = (
                 f"a unit must be RESTING to be resharded by hand, got {self.phase.name} for "
-                f"{self.fqn or '<root>'!r}; it is resharded when that has ended"
+                f"{self.name!r}; it is resharded when that has ended"
             )
             raise StateError(msg, fqn=self.fqn)
-        self._reshard()
+        if not self._holders:
+            self._reshard()
 
     def prefetch_successors(self, phase: Phase) -> None:
         """Gather the units early that follow this one, within its budget for the direction."""
@@ -286,22 +370,20 @@ class ShardedUnit:
         """Gather the weights that `module` is about to use, and prefetch those behind them.
 
         Raises:
-            StateError: the context is not finalized, or the unit is in its forward already.
+            StateError: the context is not finalized, the unit is in its forward already, or its
+                backward waits for delayed gradients.
         """
         context = self.context
         context.ensure_finalized()
-        recomputing = self.phase is Phase.BACKWARD or in_graph_task()
+        recomputing = in_graph_task()
         if recomputing:
-            # A root that is recomputed enters backward before its outputs get gradients.
+            # A root that is recomputed may be the first that this backward pass enters.
             context.begin_backward()
         elif not context.calls:
             context.begin_forward()
-        if any(call.module is module for call in context.calls):
-            check_phase_change(self.fqn, Phase.FORWARD, Phase.FORWARD)
-        noted = not recomputing and not context.evaluating
-        if noted:
+        self._check_entry(module, recomputing=recomputing)
+        if not recomputing and not context.evaluating:
             context.note(self, Phase.FORWARD)
-            self._live_uses += 1
         self._begin_call(module, recomputing=recomputing)
         if not recomputing:
             self._drop_stale()
@@ -309,15 +391,21 @@ class ShardedUnit:
         if not recomputing:
             self.prefetch_successors(Phase.FORWARD)
 
+    def _check_entry(self, module: nn.Module, *, recomputing: bool) -> None:
+        entered_twice = any(call.module is module for call in self.context.calls)
+        if entered_twice or (self.phase is Phase.BACKWARD and not recomputing):
+            check_phase_change(self.fqn, self.phase, Phase.FORWARD)
+
     def _begin_call(self, module: nn.Module, *, recomputing: bool) -> None:
         if self.phase is Phase.RESTING:
             self._change_phase(Phase.FORWARD)
         scope = accelerator.annotate(self._label("forward"))
         scope.__enter__()
-        for call in self.context.calls:
-            if call.unit is not self:
+        calls = self.context.calls
+        if calls and calls[-1].unit is not self:
+            for call in calls:
                 self._callers[call.unit.ref] = None
-        self.context.calls.append(Call(self, module, recomputing, scope, sys.exception()))
+        calls.append(Call(self, module, recomputing, scope, sys.exception()))
         self._calls += 1
 
     def post_forward(self, module: nn.Module) -> Use | None:
@@ -334,24 +422,38 @@ class ShardedUnit:
         self._calls -= 1
         if self.phase is Phase.FORWARD and not self._calls:
             self._change_phase(Phase.RESTING)
-        if not call.recomputing:
-            self._leave_forward(module, failed=failed)
+        if not self._calls and self.phase is Phase.RESTING:
+            self._leave_forward(call, failed=failed)
         call.scope.__exit__(None, None, None)
-        outermost = not call.recomputing and not context.calls
         evaluating = context.evaluating
-        if outermost:
+        if not call.recomputing and not context.calls:
             context.end_forward(failed=failed)
-        if failed or evaluating or not torch.is_grad_enabled():
+        if failed or evaluating:
+            return None
+        self._live_uses += not call.recomputing
+        if not torch.is_grad_enabled():
             return None
         return Use(self.ref, self._enclosing_of(call))
 
-    def _leave_forward(self, module: nn.Module, *, failed: bool) -> None:
-        if self._calls or self.phase is Phase.BACKWARD:
+    def _leave_forward(self, call: Call, *, failed: bool) -> None:
+        """Reshard, unless the weights are needed again at once.
+
+        A recomputed forward is followed by its backward, unless it is one that will be recomputed
+        again (gradients disabled). A unit of several modules waits for all of them to run.
+        """
+        if call.recomputing:
+            if not torch.is_grad_enabled():
+                self._reshard()
             return
-        self._ran.append(module)
-        waits = self.context.calls and not all(ref() in self._ran for ref in self.modules)
-        if failed or (self.policy.reshard_after_forward and not waits):
+        if failed:
             self._reshard()
+            return
+        self._ran.append(call.module)
+        waits = self.context.calls and any(ref() not in self._ran for ref in self.modules)
+        if self.policy.reshard_after_forward and not waits:
+            self._reshard()
+        if not waits:
+            self._ran.clear()
 
     def _enclosing_of(self, call: Call) -> tuple["weakref.ref[Any]", ...]:
         """Return the units that backward must not have left when it enters this call.
@@ -363,17 +465,34 @@ class ShardedUnit:
             return tuple(self._callers)
         return tuple(each.unit.ref for each in self.context.calls if each.unit is not self)
 
-    def end_forward(self) -> None:
-        """Reshard what waited for another module of the unit to run."""
-        if self._ran and self.policy.reshard_after_forward:
-            self.come_to_rest()
+    def end_forward(self, *, sweep: bool) -> None:
+        """Reshard what an outermost forward has left over.
+
+        Args:
+            sweep: nothing follows that could use an early gather.
+        """
+        if self.phase is not Phase.RESTING:
+            return
+        unused = sweep and isinstance(self._weights, Gathered)
+        if self._ran or unused:
+            self._ran.clear()
+            if unused or self.policy.reshard_after_forward:
+                self.come_to_rest()
 
     def come_to_rest(self) -> None:
         """Reshard if nobody uses the weights."""
-        if self.phase is Phase.RESTING:
+        if self.phase is Phase.RESTING and not self._holders:
+            self._ran.clear()
             self._reshard()
 
     # -- backward ----------------------------------------------------------------------------
+
+    def _new_window(self) -> Window:
+        fired = bytearray(len(self.members))
+        declared = self.policy.grad_accumulation_count
+        if declared is not None:
+            return Window(fired, declared, declared=True)
+        return Window(fired, sum(full.requires_grad for _, full in self._pairs), declared=False)
 
     def pre_backward(self, use: Use) -> None:
         """Gather the weights that backward needs for one call; a no-op if it has entered it."""
@@ -396,56 +515,77 @@ class ShardedUnit:
         if self.phase is Phase.BACKWARD:
             return
         self._change_phase(Phase.BACKWARD)
+        if not self._window.count:
+            self._window = self._new_window()
         self.context.open_unit(self)
         self._scope = accelerator.annotate(self._label("backward"))
         self._scope.__enter__()
 
     def gradient_ready(self, index: int) -> None:
-        """Count the gradient of one parameter, which has been accumulated."""
+        """Count a gradient of one parameter, which has been accumulated."""
+        context = self.context
         if self.phase is not Phase.BACKWARD:
-            self.context.begin_backward()
+            context.begin_backward()
             self._open()
         window = self._window
-        if not window.fired[index]:
-            window.fired[index] = 1
-            window.pending -= 1
-        if not window.pending:
-            window.nested = current_graph_task() != window.graph_task or (
-                window.entered < self._live_uses and in_nested_task(self.context)
+        window.add(index)
+        if window.is_full:
+            task = current_graph_task()
+            more_uses = window.entered < self._live_uses and task != context.graph_task
+            window.nested = window.entered > 0 and (
+                task not in (-1, window.graph_task) or more_uses
             )
             self.retry()
 
     def retry(self) -> None:
         """Complete if all gradients have come and no unit inside this one is open."""
         window = self._window
-        if window.pending or window.nested or window.reduced:
+        if not window.is_full or window.nested or window.reduced or not any(window.fired):
             return
         if self.phase is Phase.BACKWARD and not self.context.encloses_open_unit(self):
             self._finish_gradients()
 
     def _finish_gradients(self) -> None:
         """Reduce; close the unit unless frozen weights may still be read."""
-        frozen = any(not member.full.requires_grad for member in self.members)
-        if not frozen:
-            self._reshard()
+        if not self._has_frozen:
+            self._leave_weights()
         self._reduce()
-        if not frozen:
+        if not self._has_frozen:
             self._close()
 
     def leave_section(self) -> None:
         """Reshard: backward has moved on; complete the unit if no use of it is still to come."""
-        if self.phase is not Phase.BACKWARD or self._calls:
+        if self._calls or not self.policy.register_hooks:
             return
-        self._reshard()
+        self._leave_weights()
         if self._window.entered >= self._live_uses:
             self.complete()
 
     def complete(self) -> None:
-        """Complete whatever is open: no more gradients will come."""
-        self._reshard()
-        if any(self._window.fired) and not self._window.reduced:
-            self._reduce()
-        self._close()
+        """Complete what is open: backward brings no more gradients.
+
+        A window whose declared gradients have not all come stays as it is, and so does a unit
+        that waits for delayed ones, in its phase too.
+        """
+        self._leave_weights()
+        window = self._window
+        if window.declared and not window.is_full:
+            self._close()
+        elif self._has_delayed and not window.is_full:
+            self.context.close_unit(self)
+        else:
+            if any(full.grad is not None for _, full in self._pairs):
+                self._reduce()
+            self._close()
+
+    def _leave_weights(self) -> None:
+        """Free the full weights; parameters stay full where delayed gradients will be put."""
+        if self._holders:
+            return
+        if self._has_delayed and not self._window.is_full:
+            self._free()
+        else:
+            self._reshard()
 
     def _reduce(self) -> None:
         """Reduce the gradients that have come; missing ones count as zeros."""
@@ -488,30 +628,22 @@ class ShardedUnit:
                 group.finish_window()
 
     def _close(self) -> None:
-        self._live_uses = max(0, self._live_uses - self._window.entered)
-        self._window = self._new_window()
+        """End the unit's backward: it rests, and the units around it may go on."""
+        window = self._window
+        self._live_uses = max(0, self._live_uses - window.entered)
+        if window.is_full or not window.declared:
+            self._window = self._new_window()
+        else:
+            window.entered = 0
         self._change_phase(Phase.RESTING)
         if self._scope is not None:
             self._scope.__exit__(None, None, None)
             self._scope = None
         self.context.close_unit(self)
-        for callback in self.callbacks:
+        for callback in tuple(self.callbacks):
             module = self.modules[0]()
             assert module is not None
             callback(module)
-
-    # -- recovery ----------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Drop every trace of a broken pass: weights, window, gradients, phase."""
-        self._reshard()
-        self._calls = 0
-        self._live_uses = 0
-        self._window = self._new_window()
-        self._scope = None
-        self.phase = Phase.RESTING
-        for group in self.groups:
-            group.drop_gradients()
 
     def check_complete(self) -> None:
         """Check that all gradients of the unit's window have come.
@@ -519,17 +651,40 @@ class ShardedUnit:
         Raises:
             StateError: some are still to come.
         """
+        window = self._window
+        if window.declared and 0 < window.count < window.expected:
+            msg = (
+                f"a window of gradients must be whole when it is used, got unit {self.name!r} "
+                f"mid-flight with {window.count}/{window.expected}; run the backwards that are "
+                f"missing, or declare another grad_accumulation_count"
+            )
+            raise StateValueError(msg, fqn=self.fqn)
         if self.phase is Phase.BACKWARD:
             missing = [
                 member.fqn
                 for index, member in enumerate(self.members)
-                if member.full.requires_grad and not self._window.fired[index]
+                if member.full.requires_grad and not window.fired[index]
             ]
             msg = (
-                f"all gradients of a unit must have come before they are used, got none yet for "
-                f"{missing} of unit {self.fqn or '<root>'!r}; finish its backward first"
+                f"all gradients of unit {self.name!r} must have come before they are used, got "
+                f"none yet for {missing}; finish its backward first"
             )
             raise StateError(msg, fqn=self.fqn)
+
+    # -- recovery ----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop every trace of a broken pass: weights, window, gradients, phase."""
+        self._reshard()
+        self._calls = 0
+        self._holders = 0
+        self._live_uses = 0
+        self._ran.clear()
+        self._window = self._new_window()
+        self._scope = None
+        self.phase = Phase.RESTING
+        for group in self.groups:
+            group.drop_gradients()
 
     def parameters_without_grad(self) -> list[str]:
         """Return the names of trainable parameters without a sharded gradient."""
@@ -539,11 +694,6 @@ class ShardedUnit:
             for member in self.members
             if member.sharded.requires_grad and member.sharded.grad is None
         ]
-
-
-def in_nested_task(context: FsdpContext) -> bool:
-    """Whether the running backward pass is one inside the pass that the context completes."""
-    return current_graph_task() != context.graph_task
 
 
 def unit_of(module: nn.Module) -> ShardedUnit:
@@ -602,5 +752,17 @@ class FsdpModule:
         return list(dict.fromkeys(units))
 
     def register_post_backward_hook(self, callback: Callable[[nn.Module], None]) -> None:
-        """Have `callback` called with the module each time the unit's backward is over."""
+        """Have `callback` called with the unit's first module when a backward of it is over."""
         self.fsdp_unit.callbacks.append(callback)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "FsdpModule":
+        """Refuse: a copy would share streams and buffers with the original.
+
+        Raises:
+            StateError: always.
+        """
+        msg = (
+            f"a sharded {type(self).__name__} cannot be copied; build a second model, shard it and "
+            f"load_state_dict the first one's state, or copy the model before sharding"
+        )
+        raise StateError(msg)

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core import device as accelerator
-from fsdp_core.dbuffer import DBuffer, MeshAxes
+from fsdp_core.collectives import MeshAxes
+from fsdp_core.dbuffer import DBuffer
 from fsdp_core.device import Stream
 from fsdp_core.errors import StateError
 from fsdp_core.layout import GlobalLayout
@@ -52,16 +53,26 @@ class Member:
         full: the module's original parameter, a view of the gathered buffer once committed.
         slots: every place that holds it; a tied parameter has several.
         sharded: the DTensor parameter over this rank's rows.
+        is_watched: its unit is told of its gradients.
     """
 
     full: nn.Parameter
     slots: list[Slot]
     sharded: nn.Parameter = field(init=False)
+    is_watched: bool = False
 
     @property
     def fqn(self) -> str:
         """The parameter's first name, relative to its unit's root module."""
         return self.slots[0].fqn
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its gradient comes after autograd's, by a call of its own module.
+
+        Source: Transformer Engine marks such parameters so.
+        """
+        return bool(getattr(self.full, "skip_backward_post_hook", False))
 
 
 @dataclass(frozen=True)
@@ -141,8 +152,7 @@ class ParameterGroup:
         self._stored: DBuffer | None = None
         self._stored_slice: DBuffer | None = None
         if stored_apart:
-            with accelerator.on_stream(self._spec.allgather_stream):
-                self._stored = DBuffer.empty(axes, self._parameter, layout, self._compute_dtype)
+            self._stored = DBuffer.empty(axes, self._parameter, layout, self._compute_dtype)
             self._stored_slice = self._stored.view(self._optimizer)
         if self._stored_slice is not None and main_dtype == self._compute_dtype:
             # The main weights are this rank's slice of what is stored anyway.
