@@ -6,63 +6,94 @@ from fsdp_sim.checkers.checker import COLLECTIVE, FREE, WORK_KINDS
 from fsdp_sim.checkers.words import Words, place
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
-from fsdp_sim.op import Op
+from fsdp_sim.op import Kind, Op
 
 GATHERS = ("fsdp_core::unshard", "FSDP::all_gather")
 """Labels of collectives that gather weights."""
 
 
+class _Gathers:
+    """The gathers of one rank that nobody has used yet.
+
+    Attributes:
+        unused: block -> the gather that wrote it.
+        fresh: stream -> blocks gathered on it since its last record.
+        guarded: event -> the blocks that it was recorded for.
+    """
+
+    __slots__ = ("fresh", "guarded", "unused")
+
+    def __init__(self) -> None:
+        self.unused: dict[int, Op] = {}
+        self.fresh: dict[int, list[int]] = {}
+        self.guarded: dict[int, list[int]] = {}
+
+
 class Prefetch:
-    """A gathered block that is freed, or left at the end, without a read was gathered for nothing.
+    """A gathered block that is freed, or left at the end, without a use was gathered for nothing.
+
+    A use is a read, or a stream that waits for the very event that was recorded behind the gather: the
+    runtime needed the weights then, though the operators may turn out not to (the first layer's, in a
+    backward that needs no gradient of the input).
 
     Only collectives that a runtime labelled as gathers of weights count: a program may well gather a
     value that one rank alone looks at.
     """
 
-    kinds = WORK_KINDS | {FREE}
+    kinds = WORK_KINDS | {FREE, Kind.RECORD_EVENT, Kind.WAIT_EVENT}
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self._unread: dict[int, dict[int, Op]] = {}
+        self._ranks: dict[int, _Gathers] = {}
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:  # noqa: ARG002
-        """Follow blocks from their gather to their first read."""
-        if op.kind is COLLECTIVE:
+        """Follow blocks from their gather to their first use."""
+        gathers = self._ranks.get(op.rank)
+        if (
+            op.kind is COLLECTIVE
+            and op.annotation is not None
+            and op.annotation.startswith(GATHERS)
+        ):
             self._take(op)
             return ()
-        unread = self._unread.get(op.rank)
-        if not unread:
+        if gathers is None or not gathers.unused:
             return ()
-        if op.kind is FREE:
-            gather = unread.pop(op.other, None)
+        unused = gathers.unused
+        if op.accesses:
+            for access in op.accesses:
+                if access[0] in unused and not access.write:
+                    del unused[access[0]]
+        elif op.kind is FREE:
+            gather = unused.pop(op.other, None)
             return () if gather is None else [self._report(gather, f"freed at {place(op)}")]
-        for access in op.accesses:
-            if access[0] in unread and not access.write:
-                del unread[access[0]]
+        elif op.kind is Kind.RECORD_EVENT:
+            gathers.guarded[op.other] = gathers.fresh.pop(op.stream, [])
+        elif op.kind is Kind.WAIT_EVENT:
+            for block in gathers.guarded.pop(op.other, ()):
+                unused.pop(block, None)
         return ()
 
     def on_end(self) -> Iterable[Finding]:
-        """Report what is still unread."""
+        """Report what is still unused."""
         return [
             self._report(gather, "still there when the program ended")
-            for unread in self._unread.values()
-            for gather in unread.values()
+            for gathers in self._ranks.values()
+            for gather in gathers.unused.values()
         ]
 
     def _take(self, op: Op) -> None:
-        """A gather writes blocks anew; any other collective may read them."""
-        unread = self._unread.setdefault(op.rank, {})
-        is_gather = op.annotation is not None and op.annotation.startswith(GATHERS)
+        gathers = self._ranks.get(op.rank)
+        if gathers is None:
+            gathers = self._ranks[op.rank] = _Gathers()
         for access in op.accesses:
-            if not is_gather and not access.write:
-                unread.pop(access.storage, None)
-            elif is_gather and access.write:
-                unread[access.storage] = op
+            if access.write:
+                gathers.unused[access.storage] = op
+                gathers.fresh.setdefault(op.stream, []).append(access.storage)
 
     def _report(self, gather: Op, fate: str) -> Finding:
         message = (
             f"rank {gather.rank}: what {gather.name!r} gathered for {gather.annotation!r}"
-            " was never read"
+            " was never used"
         )
         sites = (self._words.site(gather),)
         return Finding("UnusedPrefetch", message, sites, (fate,), (gather.rank,))

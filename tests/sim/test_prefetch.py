@@ -1,5 +1,7 @@
 """Prefetch: what was gathered for nothing."""
 
+import pytest
+
 from tests.sim.ops import Ops, read, write
 
 LABEL = "fsdp_core::unshard fc2"
@@ -21,7 +23,7 @@ def test_a_gather_that_is_freed_unread_is_a_notice() -> None:
 
     assert finding.is_notice
     assert finding.message == (
-        "rank 0: what 'all_gather' gathered for 'fsdp_core::unshard fc2' was never read"
+        "rank 0: what 'all_gather' gathered for 'fsdp_core::unshard fc2' was never used"
     )
     assert finding.detail == ("freed at op 2 (program.py:2)",)
 
@@ -52,6 +54,23 @@ def test_a_gather_that_another_collective_reads_was_used() -> None:
     ops.free(1, 7)
 
     assert ops.findings("prefetch") == ()
+
+
+@pytest.mark.parametrize(("guards", "count"), [(True, 0), (False, 1)])
+def test_a_wait_for_the_event_of_a_gather_is_a_use(guards: bool, count: int) -> None:
+    """The runtime needed the weights; an event behind a later gather says nothing of this one."""
+    ops = Ops()
+    gather(ops)
+    if guards:
+        ops.record(1, event=0)
+    else:
+        ops.record(1, event=1)
+        gather(ops, block=8)
+        ops.record(1, event=0)
+    ops.wait(0, event=0)
+    ops.free(1, 7)
+
+    assert len(ops.findings("prefetch")) == count
 
 
 def test_one_unit_gathered_in_segments_is_one_notice() -> None:
