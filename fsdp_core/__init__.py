@@ -11,11 +11,13 @@ Reading order is import order; each file imports only from those below it.
     module.py             FsdpModule: pre/post forward/backward, unshard, reshard, reduce
     context.py            FsdpContext, PrefetchOrder: streams, roots, names, orders, completion
     execution_order.py    ExecutionEvent, ExecutionOrder: weak, phase-tagged, one cursor (pure)
+    agreement.py          what ranks exchange once: recorded passes and owner maps
     parameter_group.py    parameters that travel together, their buffers and representations
     gather_scatter.py     packed point-to-point of owners
     owner_planning.py     owner maps and plans (pure)
     dbuffer.py            DBuffer: flat distributed buffer; placement changes become collectives
     collectives.py        the steps of a redistribution as collectives on the current stream
+    collectives.py        the collectives of one mesh axis, on equal and unequal pieces
     layout_builder.py     packing algorithms (pure)
     layout.py             GlobalLayout, ranges (pure)
     placement.py          RowAtomic, BlockAtomic, TensorAtomic, Placements
