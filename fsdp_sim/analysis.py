@@ -24,10 +24,6 @@ class _Group:
     ranks: set[int] = field(default_factory=set)
     steps: dict[int, None] = field(default_factory=dict)
 
-    def checker(self, kind: type[_C]) -> _C | None:
-        """Return the checker of a class, if it takes part."""
-        return next((checker for checker in self.checkers if isinstance(checker, kind)), None)
-
     def add(self, finding: Finding, step: int | None) -> None:
         """Count one more occurrence."""
         self.count += finding.count
