@@ -1,7 +1,10 @@
 """Rest: what may still be in flight when a program ends."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import fsdp_sim
 from tests.sim.ops import Ops, read, write
 
 
@@ -56,3 +59,19 @@ def test_compute_may_be_in_flight() -> None:
     ops.aten(1, read(7))
 
     assert ops.findings("rest") == ()
+
+
+def stopped_early(rank: int) -> None:
+    """Leave a reduction in flight and run into a mismatch."""
+    dist.all_reduce(torch.ones(4), async_op=True)
+    if rank == 0:
+        dist.all_reduce(torch.ones(4))
+    else:
+        dist.broadcast(torch.ones(4), src=0)
+
+
+def test_a_program_that_was_stopped_is_not_blamed_for_what_it_left_open() -> None:
+    """It had no chance to tidy up."""
+    report = fsdp_sim.simulate(stopped_early, 2, strict=False)
+
+    assert [finding.kind for finding in report.findings] == ["CollectiveMismatch"]
