@@ -75,14 +75,14 @@ class Span:
 
     def part(self, held: Range) -> "Span":
         """Return the span of a range inside this one, sharing memory."""
-        if held == self.held:
+        if held is self.held or held == self.held:
             return self
         return Span(self.flat.narrow(0, held.start - self.held.start, held.numel), held)
 
     def copy_from(self, source: "Span") -> None:
         """Copy a span of the same range, unless both are the same memory already."""
-        assert self.held == source.held
-        if self.flat.data_ptr() != source.flat.data_ptr():
+        assert self.held.numel == source.held.numel
+        if self.flat is not source.flat and self.flat.data_ptr() != source.flat.data_ptr():
             self.flat.copy_(source.flat)
 
 
@@ -95,21 +95,15 @@ class Stage:
         held: this rank's range after the step.
         pieces: the range of each rank of the axis, on the side where the axis is sharded; they
             follow each other, and together are this rank's range on the other side.
+        has_equal_pieces: all pieces have one size, so that one collective does it.
+        is_collective: ranks must communicate.
     """
 
     step: Step
     held: Range
     pieces: tuple[Range, ...]
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks must communicate."""
-        return self.step.transition in _COLLECTIVES
-
-    @property
-    def has_equal_pieces(self) -> bool:
-        """Whether all pieces have one size, so that one collective does it."""
-        return all(piece.numel == self.pieces[0].numel for piece in self.pieces)
+    has_equal_pieces: bool
+    is_collective: bool
 
 
 def plan_stages(
@@ -130,7 +124,15 @@ def plan_stages(
         ]
         held = layout.get_rank_range(axes.sizes, step.placements, axes.coordinate)
         pieces = [layout.get_rank_range(axes.sizes, sharded_side, place) for place in places]
-        stages.append(Stage(step, held, tuple(pieces)))
+        stages.append(
+            Stage(
+                step=step,
+                held=held,
+                pieces=tuple(pieces),
+                has_equal_pieces=all(piece.numel == pieces[0].numel for piece in pieces),
+                is_collective=step.transition in _COLLECTIVES,
+            )
+        )
         before = step.placements
     return tuple(stages)
 
@@ -144,15 +146,15 @@ def run_stages(stages: Sequence[Stage], axes: MeshAxes, source: Span, out: Span)
     """
     data = source
     for stage in stages:
-        transition = stage.step.transition
-        if transition is Transition.SLICE:
-            data = data.part(stage.held)
-        elif transition is not Transition.RELABEL:
+        step = stage.step
+        if stage.is_collective:
             target = _target(stage, out)
-            _COLLECTIVES[transition](stage, axes.process_groups[stage.step.axis], data, target)
+            _COLLECTIVES[step.transition](stage, axes.process_groups[step.axis], data, target)
             data = target
-        if stage.step.average and axes.sizes[stage.step.axis] > 1:
-            data.flat.div_(axes.sizes[stage.step.axis])
+        elif step.transition is Transition.SLICE:
+            data = data.part(stage.held)
+        if step.average and axes.sizes[step.axis] > 1:
+            data.flat.div_(axes.sizes[step.axis])
     out.copy_from(data)
 
 

@@ -297,7 +297,7 @@ class DBuffer:
             out = DBuffer.empty(self.axes, self.placements, self.layout, dtype)
         else:
             self._check_out(out, self.placements, dtype)
-        with preserve_version(out.flat), torch.no_grad():
+        with preserve_version(out.flat):
             out.flat.copy_(self.flat)
         return out
 
@@ -342,7 +342,7 @@ class DBuffer:
             if not any(stage.is_collective for stage in stages):
                 return self.view(placements)
             out = DBuffer.empty(self.axes, placements, self.layout, self.flat.dtype)
-        with preserve_version(out.flat), torch.no_grad():
+        with preserve_version(out.flat):
             run_stages(stages, self.axes, self.span, out.span)
         return out
 
@@ -350,7 +350,7 @@ class DBuffer:
         self, out: "DBuffer", placements: tuple[Placement, ...], dtype: torch.dtype
     ) -> None:
         """Refuse an `out` that is not what the result would be."""
-        if out.placements != placements:
+        if out.placements is not placements and out.placements != placements:
             problem = f"placements {placements}, got {out.placements}"
         elif out.flat.dtype != dtype:
             problem = f"dtype {dtype}, got {out.flat.dtype}"

@@ -192,7 +192,12 @@ def _check_placement(placement: Placement, role: str) -> None:
 
 
 def specialize(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Replace each plain `Shard(0)` by `RowAtomic`; explicit kinds pass through."""
+    """Replace each plain `Shard(0)` by `RowAtomic`; explicit kinds pass through.
+
+    A tuple without plain ones comes back as itself, which makes later comparisons cheap.
+    """
+    if isinstance(placements, tuple) and Shard not in map(type, placements):
+        return placements
     return tuple(RowAtomic() if type(each) is Shard else each for each in placements)
 
 

@@ -3,10 +3,8 @@
 Checked with torch 2.11 and 2.13. A name that one of them lacks is bridged here, so that no other
 file asks for a version.
 """
-# ruff: noqa: SLF001 - this file exists to reach what is private
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,18 +41,25 @@ def reduce_scatter_single(output: Tensor, full: Tensor, process_group: dist.Proc
         dist.reduce_scatter_tensor(output, full, group=process_group)
 
 
-@contextmanager
-def preserve_version(tensor: Tensor) -> Iterator[None]:
-    """Hide writes to `tensor` and its views from autograd's in-place check.
+class preserve_version:  # noqa: N801 - reads as the verb it is
+    """Hide writes to a tensor and its views from autograd's in-place check, inside the scope.
 
     Refilling a storage with the bytes it had is no change of value, but autograd would see one
     and fail the backward of whatever saved a view of it.
     """
-    version = tensor._version
-    try:
-        yield
-    finally:
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensors = (tensor,)
+        self._versions = (tensor._version,)
+
+    def __enter__(self) -> None:
+        """The counter was noted already."""
+
+    def __exit__(self, *_exception: object) -> None:
+        """Put the counter back."""
+        torch._C._autograd._unsafe_set_version_counter(self._tensors, self._versions)
 
 
 def version_of(tensor: Tensor) -> int:
