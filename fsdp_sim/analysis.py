@@ -1,6 +1,6 @@
 """Analysis: clocks and checkers over the ops of a run, live or stored."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -50,16 +50,22 @@ class Analysis:
     Args:
         checkers: as ``checkers.make`` gives them.
         rank_count: number of ranks.
+        now: gives the scheduling step at which the run is, for findings; None if there is none.
 
     Attributes:
         clocks: of each rank.
-        step: the scheduling step at which new findings are counted, if the caller keeps it up to date.
     """
 
-    def __init__(self, checkers: Iterable[Checker], rank_count: int) -> None:
+    def __init__(
+        self,
+        checkers: Iterable[Checker],
+        rank_count: int,
+        *,
+        now: Callable[[], int] | None = None,
+    ) -> None:
         self.checkers = tuple(checkers)
         self.clocks = [Clocks() for _ in range(rank_count)]
-        self.step: int | None = None
+        self._now = now
         self._wanted = {
             kind: tuple(checker.on_op for checker in self.checkers if kind in checker.kinds)
             for kind in Kind
@@ -99,12 +105,13 @@ class Analysis:
         return tuple(group.merged() for group in self._groups.values())
 
     def _merge(self, new: Iterable[Finding]) -> None:
+        step = None if self._now is None else self._now()
         for finding in new:
             key = _key(finding)
             group = self._groups.get(key)
             if group is None:
                 group = self._groups[key] = _Group(finding)
-            group.add(finding, self.step)
+            group.add(finding, step)
 
 
 def _key(finding: Finding) -> tuple[object, ...]:

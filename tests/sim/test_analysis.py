@@ -49,12 +49,12 @@ def test_feed_returns_what_is_new() -> None:
 
 def test_a_finding_lists_the_steps_where_it_occurred() -> None:
     """The caller says at which scheduling step the run is."""
-    analysis = Analysis(make(["races"]), 1)
-    for step, op in enumerate(racy_loop(0, 2)):
-        analysis.step = step
+    steps = iter((11, 13))
+    analysis = Analysis(make(["races"]), 1, now=lambda: next(steps))
+    for op in racy_loop(0, 2):
         analysis.feed(op)
 
-    assert analysis.findings[0].steps == (1, 3)
+    assert analysis.findings[0].steps == (11, 13)
 
 
 def test_findings_of_no_op_are_merged_by_message() -> None:
