@@ -26,9 +26,9 @@ from fsdp_core.torch_private import empty_symmetric, profiler_is_enabled
 Stream = Any
 Event = Any
 
-# References that one `Kept` holds at most. Two let one outer reduction run beside the next inner
-# one; more would only raise the peak.
-KEPT_MAX = 2
+# References that one `Kept` holds at most. One lets an outer reduction run beside the next inner
+# one, with two buffers alive in all; more would only raise the peak.
+KEPT_MAX = 1
 
 SYMMETRIC_MEMORY_VERSION_MIN = "2.12"
 ANNOTATION_PREFIX = "fsdp_core::"

@@ -206,7 +206,7 @@ def test_on_one_simulated_rank(body: Body) -> None:
     on_simulated_ranks(body, 1)
 
 
-@settings(max_examples=25)  # each example is a world
+@settings(max_examples=12)  # each example is a world
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3),
     st.integers(1, 3),
