@@ -46,7 +46,6 @@ def shard_program(program: ProgramSpec, rank: int, device: torch.device) -> Shar
     with _context(program, model, rank, device) as context:
         for unit in units(program):
             _shard_unit(unit, model, mesh)
-    model.to(device)
     optimizer = make_optimizer(program.optimizer, model.parameters())
     fsdp_core.fully_shard_optimizer(optimizer)
     return Sharded(model, plan, context, optimizer, device)
