@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp_sim.patches import reduce_op_name
 
 Values = Sequence[Sequence[Any]]
-"""Per group rank: the inputs that it gave."""
+"""Per group rank: the inputs that it gave, then its extra values."""
 Compute = Callable[[Values], Sequence[Sequence[Tensor]]]
 """From all ranks' inputs to each rank's outputs."""
 
@@ -24,8 +24,10 @@ class Meaning:
         inputs: tensors read.
         outputs: tensors written.
         compute: from all ranks' inputs, in group order, to all ranks' outputs.
-        sizes: what all ranks must agree on: elements of each tensor, and split sizes where they match.
+        sizes: what all ranks must agree on: elements of each tensor; of an all-to-all what it sends to
+            each rank, then what it receives from each.
         extra: plain values that travel with the inputs.
+        result: what the handle's ``result`` gives; the outputs when None.
         is_host: the host waits for it too (barrier).
     """
 
@@ -38,18 +40,39 @@ class Meaning:
     reduce_op: str | None = None
     root: int | None = None
     peer: int | None = None
+    tag: int = 0
     extra: list[Any] = field(default_factory=list)
     result: list[Tensor] | None = None
     is_host: bool = False
 
 
-def reduce(op: str, tensors: Sequence[Tensor], factor: Any) -> Tensor:
+@dataclass(frozen=True)
+class Request:
+    """A call of a c10d operation.
+
+    Attributes:
+        args: its arguments by name.
+        rank: the caller's rank in the group.
+        size: ranks in the group.
+        factor: of a premultiplied sum.
+    """
+
+    args: dict[str, Any]
+    rank: int
+    size: int
+    factor: Any = None
+
+
+# ---------------------------------------------------------------------- reductions
+
+
+def reduce(op: str, tensors: Sequence[Tensor], factors: Sequence[Any] = ()) -> Tensor:
     """Reduce in rank order: ((t0 + t1) + t2) + ...; AVG is the sum divided by the count.
 
     The order is part of the promise: the unsharded reference adds in the same one, bit for bit.
     """
     if op == "PREMUL_SUM":
-        tensors = [tensor * factor for tensor in tensors]
+        tensors = [tensor * factor for tensor, factor in zip(tensors, factors, strict=True)]
     result = tensors[0].clone()
     combine = _COMBINE[op]
     for tensor in tensors[1:]:
@@ -79,10 +102,28 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+_BITWISE = ("BAND", "BOR", "BXOR")
 
 
-def _sizes(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.numel() for tensor in tensors)
+def _reduction(request: Request, tensors: Sequence[Tensor]) -> str:
+    """Return the name of the reduce op, after checking that it is defined for the tensors."""
+    op = reduce_op_name(request.args["reduce_op"])
+    dtype = tensors[0].dtype
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"ReduceOp.{op} must reduce integers or booleans, got {dtype}")
+    return op
+
+
+def _reduced(op: str, values: Values, piece: Callable[[Sequence[Any]], Tensor]) -> Tensor:
+    """Reduce one tensor of each rank; the last value of a premultiplied sum is its factor."""
+    return reduce(op, [piece(v) for v in values], [v[-1] for v in values])
+
+
+def _factor(op: str, request: Request) -> list[Any]:
+    return [request.factor] if op == "PREMUL_SUM" else []
+
+
+# ---------------------------------------------------------------------- what must hold of the tensors
 
 
 def _dtype(tensors: Sequence[Tensor]) -> str:
@@ -93,193 +134,363 @@ def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [tensor for tensors in lists for tensor in tensors]
 
 
-def all_reduce(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def _same_dtype(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+    dtype = _dtype(inputs)
+    if outputs and inputs and _dtype(outputs) != dtype:
+        raise ValueError(
+            f"{name} must read and write one dtype, got {dtype} in and {_dtype(outputs)} out"
+        )
+    return dtype
+
+
+def _demand_numel(name: str, what: str, got: int, wanted: int) -> None:
+    if got != wanted:
+        raise ValueError(f"{name}: {what} must have {wanted} elements, got {got}")
+
+
+def _demand_length(name: str, what: str, tensors: Sequence[Tensor], size: int) -> None:
+    if len(tensors) != size:
+        raise ValueError(
+            f"{name}: {what} must be one tensor for each of {size} ranks, got {len(tensors)}"
+        )
+
+
+def check_layout(name: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse what NCCL refuses: sparse and non-contiguous tensors."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{name} of a tensor with layout {tensor.layout} is not simulated"
+            )
+        if not tensor.is_contiguous() and not _is_channels_last(tensor):
+            raise ValueError(
+                f"{name}: tensors must be contiguous, got sizes {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())}; call .contiguous() first"
+            )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wanted = formats.get(tensor.dim())
+    return wanted is not None and tensor.is_contiguous(memory_format=wanted)
+
+
+# ---------------------------------------------------------------------- the collectives
+
+
+def all_reduce(request: Request) -> list[Meaning]:
     """Every rank gets the reduction of all ranks' tensors, in place."""
-    tensors, op = args["tensors"], reduce_op_name(args["reduce_op"])
+    if request.args.get("sparse_indices") is not None:
+        raise NotImplementedError("all_reduce with sparse_indices is not simulated")
+    return [_all_reduce(request, tensor) for tensor in request.args["tensors"]]
+
+
+def _all_reduce(request: Request, tensor: Tensor) -> Meaning:
+    op, size = _reduction(request, [tensor]), request.size
 
     def compute(values: Values) -> list[list[Tensor]]:
-        reduced = [reduce(op, [v[i] for v in values], factor) for i in range(len(values[0]))]
-        return [reduced] * size
+        return [[_reduced(op, values, lambda v: v[0])]] * size
 
     return Meaning(
-        "all_reduce", tensors, tensors, compute, _sizes(tensors), _dtype(tensors), op
+        "all_reduce",
+        [tensor],
+        [tensor],
+        compute,
+        (tensor.numel(),),
+        _dtype([tensor]),
+        op,
+        extra=_factor(op, request),
     )
 
 
-def broadcast(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def broadcast(request: Request) -> list[Meaning]:
     """Every rank gets the root's tensors."""
-    tensors, root = args["tensors"], args["root_rank"]
-    is_root = rank == root
+    tensors, root, size = request.args["tensors"], request.args["root_rank"], request.size
+    is_root = request.rank == root
 
     def compute(values: Values) -> list[list[Tensor]]:
         return [[] if peer == root else list(values[root]) for peer in range(size)]
 
+    return [
+        Meaning(
+            "broadcast",
+            tensors if is_root else [],
+            [] if is_root else tensors,
+            compute,
+            tuple(tensor.numel() for tensor in tensors),
+            _dtype(tensors),
+            root=root,
+            result=tensors,
+        )
+    ]
+
+
+def all_gather_single(request: Request) -> list[Meaning]:
+    """Every rank gets all ranks' tensors, one after the other in one flat tensor."""
+    args = request.args
+    return [_all_gather_flat(request, args["input_tensor"], args["output_tensor"])]
+
+
+def all_gather_coalesced(request: Request) -> list[Meaning]:
+    """Several flat all-gathers as one batch."""
+    args = request.args
+    return [
+        _all_gather_flat(request, source, target)
+        for source, target in zip(args["inputs"], args["outputs"], strict=True)
+    ]
+
+
+def _all_gather_flat(request: Request, source: Tensor, target: Tensor) -> Meaning:
+    size = request.size
+    _demand_numel("all_gather", "the output", target.numel(), size * source.numel())
+    dtype = _same_dtype("all_gather", [source], [target])
+
+    def compute(values: Values) -> list[list[Tensor]]:
+        return [[torch.cat([v[0].reshape(-1) for v in values])]] * size
+
+    return Meaning("all_gather", [source], [target], compute, (source.numel(),), dtype)
+
+
+def all_gather_list(request: Request) -> list[Meaning]:
+    """Every rank gets a list of all ranks' tensors; their sizes may differ."""
+    args = request.args
+    return [
+        _all_gather_list(request, source, targets)
+        for source, targets in zip(args["input_tensors"], args["output_tensors"], strict=True)
+    ]
+
+
+def all_gather_list_coalesced(request: Request) -> list[Meaning]:
+    """Several list all-gathers as one batch; ``output_lists[r][i]`` is rank r's i-th tensor."""
+    args = request.args
+    _demand_length("all_gather", "output_lists", args["output_lists"], request.size)
+    return [
+        _all_gather_list(request, source, [targets[index] for targets in args["output_lists"]])
+        for index, source in enumerate(args["input_list"])
+    ]
+
+
+def _all_gather_list(request: Request, source: Tensor, targets: list[Tensor]) -> Meaning:
+    size = request.size
+    _demand_length("all_gather", "the list of outputs", targets, size)
+    _demand_numel(
+        "all_gather", "the rank's own output", targets[request.rank].numel(), source.numel()
+    )
+    dtype = _same_dtype("all_gather", [source], targets)
+    numels = [target.numel() for target in targets]
+    is_even = len(set(numels)) == 1
+
+    def compute(values: Values) -> list[list[Tensor]]:
+        return [[v[0] for v in values]] * size
+
+    sizes = (numels[0],) if is_even else tuple(numels)
+    return Meaning("all_gather", [source], targets, compute, sizes, dtype)
+
+
+def reduce_scatter_single(request: Request) -> list[Meaning]:
+    """Rank r gets the r-th piece of the reduction of all ranks' flat tensors."""
+    args = request.args
+    return [_reduce_scatter_flat(request, args["input_tensor"], args["output_tensor"])]
+
+
+def reduce_scatter_coalesced(request: Request) -> list[Meaning]:
+    """Several flat reduce-scatters as one batch."""
+    args = request.args
+    return [
+        _reduce_scatter_flat(request, source, target)
+        for source, target in zip(args["inputs"], args["outputs"], strict=True)
+    ]
+
+
+def _reduce_scatter_flat(request: Request, source: Tensor, target: Tensor) -> Meaning:
+    op, size = _reduction(request, [source]), request.size
+    _demand_numel("reduce_scatter", "the input", source.numel(), size * target.numel())
+    dtype = _same_dtype("reduce_scatter", [source], [target])
+
+    def compute(values: Values) -> list[list[Tensor]]:
+        pieces = _reduced(op, values, lambda v: v[0].reshape(-1)).chunk(size)
+        return [[pieces[peer] if pieces[0].numel() else pieces[0]] for peer in range(size)]
+
     return Meaning(
-        "broadcast",
-        tensors if is_root else [],
-        [] if is_root else tensors,
+        "reduce_scatter",
+        [source],
+        [target],
         compute,
-        _sizes(tensors),
-        _dtype(tensors),
-        root=root,
-        result=tensors,
+        (target.numel(),),
+        dtype,
+        op,
+        extra=_factor(op, request),
     )
 
 
-def all_gather_single(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Every rank gets all ranks' tensors, one after the other in one flat tensor."""
-    return _all_gather_flat([args["input_tensor"]], [args["output_tensor"]], size)
-
-
-def all_gather_coalesced(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Several flat all-gathers as one operation."""
-    return _all_gather_flat(args["inputs"], args["outputs"], size)
-
-
-def _all_gather_flat(inputs: list[Tensor], outputs: list[Tensor], size: int) -> Meaning:
-    def compute(values: Values) -> list[list[Tensor]]:
-        count = len(values[0])
-        gathered = [torch.cat([v[i].reshape(-1) for v in values]) for i in range(count)]
-        return [gathered] * size
-
-    return Meaning("all_gather", inputs, outputs, compute, _sizes(inputs), _dtype(inputs))
-
-
-def all_gather_list(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Every rank gets a list of all ranks' tensors; their sizes may differ."""
-    inputs, outputs = args["input_tensors"], _flat(args["output_tensors"])
-
-    def compute(values: Values) -> list[list[Tensor]]:
-        return [[v[i] for i in range(len(values[0])) for v in values]] * size
-
-    return Meaning("all_gather", inputs, outputs, compute, _sizes(outputs), _dtype(inputs))
-
-
-def all_gather_list_coalesced(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Several list all-gathers as one operation; ``output_lists[r][i]`` is rank r's i-th tensor."""
-    inputs, outputs = args["input_list"], _flat(args["output_lists"])
-
-    def compute(values: Values) -> list[list[Tensor]]:
-        return [[v[i] for v in values for i in range(len(values[0]))]] * size
-
-    return Meaning("all_gather", inputs, outputs, compute, _sizes(inputs), _dtype(inputs))
-
-
-def reduce_scatter_single(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Rank r gets the r-th piece of the reduction of all ranks' flat tensors."""
-    op = reduce_op_name(args["reduce_op"])
-    return _reduce_scatter_flat([args["input_tensor"]], [args["output_tensor"]], op, size, factor)
-
-
-def reduce_scatter_coalesced(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Several flat reduce-scatters as one operation."""
-    op = reduce_op_name(args["reduce_op"])
-    return _reduce_scatter_flat(args["inputs"], args["outputs"], op, size, factor)
-
-
-def _reduce_scatter_flat(
-    inputs: list[Tensor], outputs: list[Tensor], op: str, size: int, factor: Any
-) -> Meaning:
-    def compute(values: Values) -> list[list[Tensor]]:
-        pieces = [
-            reduce(op, [v[i].reshape(-1) for v in values], factor).chunk(size)
-            for i in range(len(values[0]))
-        ]
-        return [[piece[peer] for piece in pieces] for peer in range(size)]
-
-    return Meaning("reduce_scatter", inputs, outputs, compute, _sizes(outputs), _dtype(inputs), op)
-
-
-def reduce_scatter_list(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def reduce_scatter_list(request: Request) -> list[Meaning]:
     """Rank r gets the reduction of all ranks' r-th tensors; their sizes may differ."""
-    op, inputs = reduce_op_name(args["reduce_op"]), _flat(args["input_tensors"])
+    args = request.args
+    return [
+        _reduce_scatter_list(request, sources, target)
+        for sources, target in zip(args["input_tensors"], args["output_tensors"], strict=True)
+    ]
+
+
+def _reduce_scatter_list(request: Request, sources: list[Tensor], target: Tensor) -> Meaning:
+    op, size = _reduction(request, sources), request.size
+    _demand_length("reduce_scatter", "the list of inputs", sources, size)
+    own = sources[request.rank].numel()
+    _demand_numel("reduce_scatter", "the output", target.numel(), own)
+    dtype = _same_dtype("reduce_scatter", sources, [target])
+    numels = [source.numel() for source in sources]
+    is_even = len(set(numels)) == 1
 
     def compute(values: Values) -> list[list[Tensor]]:
-        return [[reduce(op, [v[peer] for v in values], factor)] for peer in range(size)]
+        return [[_reduced(op, values, lambda v, peer=peer: v[peer])] for peer in range(size)]  # type: ignore[misc]
 
-    outputs = args["output_tensors"]
-    return Meaning("reduce_scatter", inputs, outputs, compute, _sizes(inputs), _dtype(inputs), op)
+    return Meaning(
+        "reduce_scatter",
+        sources,
+        [target],
+        compute,
+        (numels[0],) if is_even else tuple(numels),
+        dtype,
+        op,
+        extra=_factor(op, request),
+    )
 
 
-def reduce_to_root(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def reduce_to_root(request: Request) -> list[Meaning]:
     """The root gets the reduction of all ranks' tensors."""
-    tensors, root = args["tensors"], args["root_rank"]
-    op = reduce_op_name(args["reduce_op"])
+    (tensor,), root, size = request.args["tensors"], request.args["root_rank"], request.size
+    op = _reduction(request, [tensor])
 
     def compute(values: Values) -> list[list[Tensor]]:
-        reduced = [reduce(op, [v[0] for v in values], factor)]
+        reduced = [_reduced(op, values, lambda v: v[0])]
         return [reduced if peer == root else [] for peer in range(size)]
 
-    return Meaning(
-        "reduce",
-        tensors,
-        tensors if rank == root else [],
-        compute,
-        _sizes(tensors),
-        _dtype(tensors),
-        op,
-        root,
-        result=tensors,
-    )
+    return [
+        Meaning(
+            "reduce",
+            [tensor],
+            [tensor] if request.rank == root else [],
+            compute,
+            (tensor.numel(),),
+            _dtype([tensor]),
+            op,
+            root,
+            extra=_factor(op, request),
+            result=[tensor],
+        )
+    ]
 
 
-def gather(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """The root gets a list of all ranks' tensors."""
-    inputs, root = args["input_tensors"], args["root_rank"]
-    outputs = _flat(args["output_tensors"]) if rank == root else []
+def gather(request: Request) -> list[Meaning]:
+    """The root gets a list of all ranks' tensors, which have one size."""
+    (source,), root, size = request.args["input_tensors"], request.args["root_rank"], request.size
+    targets = _flat(request.args["output_tensors"]) if request.rank == root else []
+    if request.rank == root:
+        _demand_length("gather", "the list of outputs", targets, size)
+    for target in targets:
+        _demand_numel("gather", "every output", target.numel(), source.numel())
+    dtype = _same_dtype("gather", [source], targets)
 
     def compute(values: Values) -> list[list[Tensor]]:
         return [[v[0] for v in values] if peer == root else [] for peer in range(size)]
 
-    return Meaning(
-        "gather", inputs, outputs, compute, _sizes(inputs), _dtype(inputs), root=root
-    )
+    return [Meaning("gather", [source], targets, compute, (source.numel(),), dtype, root=root)]
 
 
-def scatter(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
-    """Rank r gets the root's r-th tensor."""
-    outputs, root = args["output_tensors"], args["root_rank"]
-    inputs = _flat(args["input_tensors"]) if rank == root else []
+def scatter(request: Request) -> list[Meaning]:
+    """Rank r gets the root's r-th tensor; all have one size."""
+    (target,), root, size = request.args["output_tensors"], request.args["root_rank"], request.size
+    sources = _flat(request.args["input_tensors"]) if request.rank == root else []
+    if request.rank == root:
+        _demand_length("scatter", "the list of inputs", sources, size)
+    for source in sources:
+        _demand_numel("scatter", "every input", source.numel(), target.numel())
+    dtype = _same_dtype("scatter", [target], sources)
 
     def compute(values: Values) -> list[list[Tensor]]:
         return [[values[root][peer]] for peer in range(size)]
 
-    return Meaning(
-        "scatter", inputs, outputs, compute, _sizes(outputs), _dtype(outputs), root=root
-    )
+    return [Meaning("scatter", sources, [target], compute, (target.numel(),), dtype, root=root)]
 
 
-def all_to_all_list(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def all_to_all_list(request: Request) -> list[Meaning]:
     """Rank r gets every rank's r-th tensor."""
+    sources, targets = request.args["input_tensors"], request.args["output_tensors"]
+    size = request.size
+    _demand_length("all_to_all", "the list of inputs", sources, size)
+    _demand_length("all_to_all", "the list of outputs", targets, size)
+    dtype = _same_dtype("all_to_all", sources, targets)
 
     def compute(values: Values) -> list[list[Tensor]]:
         return [[values[source][peer] for source in range(size)] for peer in range(size)]
 
-    inputs = args["input_tensors"]
-    return Meaning("all_to_all", inputs, args["output_tensors"], compute, dtype=_dtype(inputs))
+    sizes = tuple(tensor.numel() for tensor in (*sources, *targets))
+    return [Meaning("all_to_all", sources, targets, compute, sizes, dtype)]
 
 
-def all_to_all_single(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def all_to_all_single(request: Request) -> list[Meaning]:
     """Rank r gets the r-th piece of every rank's tensor, split along dim 0 as each says."""
-    source = args["input"]
-    rows = source.shape[0] if source.dim() else 0
-    splits = list(args["input_split_sizes"]) or [rows // size] * size
+    args, size = request.args, request.size
+    source, target = args["input"], args["output"]
+    sends = _splits("input", source, args["input_split_sizes"], size)
+    receives = _splits("output", target, args["output_split_sizes"], size)
+    dtype = _same_dtype("all_to_all", [source], [target])
 
     def compute(values: Values) -> list[list[Tensor]]:
-        pieces = [v[0].split(v[1]) for v in values]
-        return [[torch.cat([piece[peer] for piece in pieces])] for peer in range(size)]
+        pieces = [v[0].split(v[1]) if v[0].dim() else [v[0]] for v in values]
+        return [[torch.cat([piece[peer].reshape(-1) for piece in pieces])] for peer in range(size)]
 
-    return Meaning(
-        "all_to_all", [source], [args["output"]], compute, dtype=_dtype([source]), extra=[splits]
-    )
+    sizes = tuple(rows * _row_numel(source) for rows in sends)
+    sizes += tuple(rows * _row_numel(target) for rows in receives)
+    return [Meaning("all_to_all", [source], [target], compute, sizes, dtype, extra=[sends])]
 
 
-def barrier(args: dict[str, Any], rank: int, size: int, factor: Any) -> Meaning:
+def _row_numel(tensor: Tensor) -> int:
+    return tensor[0].numel() if tensor.dim() and tensor.shape[0] else 1
+
+
+def _splits(what: str, tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Return rows per rank, after checking that they make up the tensor."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ValueError(
+                f"all_to_all: dim 0 of the {what} must be divisible by {size} ranks, got {rows}; "
+                f"give {what}_split_sizes"
+            )
+        return [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise ValueError(
+            f"all_to_all: {what}_split_sizes must be {size} numbers that add up to {rows} rows, "
+            f"got {list(splits)}"
+        )
+    return list(splits)
+
+
+def barrier(request: Request) -> list[Meaning]:
     """Nobody goes on before everybody is here; the host waits."""
-    return Meaning("barrier", [], [], lambda _: [[]] * size, is_host=True)
+    size = request.size
+    return [Meaning("barrier", [], [], lambda _: [[]] * size, is_host=True)]
 
 
-COLLECTIVES: dict[str, Callable[[dict[str, Any], int, int, Any], Meaning]] = {
+def message(request: Request, *, is_send: bool) -> list[Meaning]:
+    """The receiver gets the sender's tensors."""
+    tensors = request.args["tensors"]
+    return [
+        Meaning(
+            "send" if is_send else "recv",
+            tensors if is_send else [],
+            [] if is_send else tensors,
+            lambda values: [[], list(values[0])],
+            tuple(tensor.numel() for tensor in tensors),
+            _dtype(tensors),
+            tag=request.args["tag"],
+            result=tensors,
+        )
+    ]
+
+
+COLLECTIVES: dict[str, Callable[[Request], list[Meaning]]] = {
     "allreduce_": all_reduce,
     "allreduce_coalesced_": all_reduce,
     "broadcast_": broadcast,
@@ -298,4 +509,4 @@ COLLECTIVES: dict[str, Callable[[dict[str, Any], int, int, Any], Meaning]] = {
     "barrier": barrier,
     "monitored_barrier_": barrier,
 }
-"""By the name of the dispatched operator, on torch 2.11 to 2.14."""
+"""By the name of the dispatched operator, on torch 2.11 to 2.14: one meaning per entry of a batch."""

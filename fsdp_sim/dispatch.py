@@ -1,36 +1,18 @@
 """Dispatch: every ATen and c10d call of a rank becomes an op with its reads and writes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_sim import patches, process_group
+from fsdp_sim import deferral, host_reads, patches, process_group
 from fsdp_sim.machine import Machine, caller
 from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Kind
 from fsdp_sim.tensors import access_of
-
-HOST_READS = frozenset(
-    (
-        "_local_scalar_dense",
-        "equal",
-        "is_nonzero",
-        "nonzero",
-        "masked_select",
-        "_unique",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-        "unique_dim_consecutive",
-        "repeat_interleave",
-        "bincount",
-    )
-)
-"""Operators whose result's size or value the host must see: CUDA's host waits for the stream."""
 
 VIEWS = frozenset(
     (
@@ -67,12 +49,14 @@ class Operator:
         writes: for each positional argument, whether it is written.
         writes_by_name: the same for arguments given by keyword.
         handle: what the mode does with a call.
+        can_defer: its outputs' shapes do not depend on values, so it can be run later.
     """
 
     name: str
     writes: tuple[bool, ...]
     writes_by_name: dict[str, bool]
     handle: Handler
+    can_defer: bool = False
 
 
 class RankMode(TorchDispatchMode):
@@ -119,7 +103,9 @@ def classify(func: Any) -> Operator:
     schema = patches.schema_of(func)
     hidden = HIDDEN_WRITES.get(schema.name, ())
     writes = {name: write or name in hidden for name, write in schema.writes.items()}
-    return Operator(schema.full_name, tuple(writes.values()), writes, _handler_of(schema, writes))
+    handle = _handler_of(schema, writes)
+    can_defer = handle is _run_op and patches.is_foreseeable(func)
+    return Operator(schema.full_name, tuple(writes.values()), writes, handle, can_defer)
 
 
 def _handler_of(schema: patches.Schema, writes: dict[str, bool]) -> Handler:
@@ -132,8 +118,14 @@ def _handler_of(schema: patches.Schema, writes: dict[str, bool]) -> Handler:
         return _run_untouched
     if name == "lift_fresh":
         return _run_lift
-    if name in HOST_READS:
+    if name in host_reads.READS_VALUE:
         return _run_host_read
+    if name in host_reads.READS_SIZE or schema.full_name in host_reads.READS_SIZE:
+        return _run_sized_by_values
+    if schema.full_name in host_reads.INDEXES:
+        return _run_indexing
+    if name == "copy_":
+        return _run_copy
     if name in VIEWS or (schema.returns_alias and not any(writes.values())):
         return _run_untouched
     return _run_op
@@ -147,9 +139,9 @@ def _run_untouched(mode: RankMode, operator: Operator, func: Any, args: Any, kwa
 
 
 def _run_lift(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.tensor(data)``: a host tensor until a device op writes it."""
+    """``torch.tensor(data)``: the host's, unless it was asked for on a device."""
     out = func(*args, **kwargs)
-    mode.machine.memory.born(out, is_host=True)
+    mode.machine.memory.born(out, is_host=not mode.machine.makes_device_tensor)
     return out
 
 
@@ -160,7 +152,7 @@ def _run_higher_order(mode: RankMode, operator: Operator, func: Any, args: Any, 
 
 
 def _run_collective(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    return process_group.dispatch_collective(mode.machine, func, args, kwargs)
+    return process_group.dispatch_collective(mode.machine, operator.name, func, args, kwargs)
 
 
 def _run_functional(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,11 +169,40 @@ def _run_functional(mode: RankMode, operator: Operator, func: Any, args: Any, kw
 def _run_host_read(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """An operator that the host waits for."""
     machine = mode.machine
-    accesses, records = _read_arguments(machine, operator, args, kwargs)
-    if all(record.is_host for record in records):
-        return func(*args, **kwargs)
-    host_read(machine, operator.name, tuple(accesses))
+    accesses, _ = _read_arguments(machine, operator, args, kwargs)
+    if accesses:
+        host_read(machine, operator.name, tuple(accesses))
     return func(*args, **kwargs)
+
+
+def _run_sized_by_values(
+    mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any
+) -> Any:
+    """An operator whose result's size depends on values: the host waits, then it runs."""
+    accesses, _ = _read_arguments(mode.machine, operator, args, kwargs)
+    if accesses and host_reads.waits_for_sizes(operator.name, args, kwargs):
+        host_read(mode.machine, operator.name, tuple(accesses))
+    return _run_op(mode, operator, func, args, kwargs)
+
+
+def _run_indexing(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Indexing: where a mask is among the indices, the host waits for its count."""
+    memory = mode.machine.memory
+    masks = host_reads.masks_of(operator.name, args, memory)
+    if masks:
+        read = [access_of(mask, memory.record_of(mask).ordinal, write=False) for mask in masks]
+        host_read(mode.machine, "nonzero", tuple(read))
+    return _run_op(mode, operator, func, args, kwargs)
+
+
+def _run_copy(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """A copy from the device to the host stops the host unless ``non_blocking``."""
+    memory = mode.machine.memory
+    if host_reads.is_copy_to_host(args, kwargs, memory):
+        source = access_of(args[1], memory.record_of(args[1]).ordinal, write=False)
+        host_read(mode.machine, operator.name, (source,))
+        return func(*args, **kwargs)
+    return _run_op(mode, operator, func, args, kwargs)
 
 
 def host_read(machine: Machine, name: str, accesses: tuple[Access, ...]) -> None:
@@ -198,8 +219,15 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
     if machine.in_backward:
         machine.backward.at_op(args)
     accesses, records = _read_arguments(machine, operator, args, kwargs)
-    if records and all(record.is_host for record in records):
-        return _run_on_host(machine, func, args, kwargs)
+    if machine.must_defer:
+        return _run_later(mode, operator, func, args, kwargs, accesses, records)
+    if len(accesses) < len(records):  # some are the host's
+        if not accesses:
+            return _run_on_host(machine, func, args, kwargs)
+        if operator.name not in host_reads.MIXES and host_reads.take_to_device(
+            machine.memory, args, operator.writes, kwargs
+        ):
+            accesses, records = _read_arguments(machine, operator, args, kwargs)
     out = func(*args, **kwargs)
     stream = machine.current_stream_id()
     source, memory = caller(), machine.memory
@@ -210,6 +238,31 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
             accesses.append(access_of(tensor, record.ordinal, write=True))
     machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses), source=source)
     return out
+
+
+def _run_later(
+    mode: RankMode,
+    operator: Operator,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    accesses: list[Access],
+    records: list[StorageRecord],
+) -> Any:
+    """An operator whose inputs are still to come, on a rank that must go on without them."""
+    machine = mode.machine
+    machine.must_defer = False
+    known = {record.ordinal: record for record in records}
+    touched = [(known[access.storage], access) for access in accesses]
+    try:
+        return deferral.defer(machine, operator.name, func, args, kwargs, touched)
+    except NotImplementedError:
+        operator = _OPERATORS[id(func)] = replace(operator, can_defer=False)
+        return _run_op(mode, operator, func, args, kwargs)
+
+
+_WAITS_FIRST = frozenset((_run_host_read, _run_sized_by_values))
+"""Handlers that wait for their stream, which covers the values that they need."""
 
 
 def _run_on_host(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
@@ -254,8 +307,8 @@ def _note(
         return
     record = machine.memory.record_of(value)
     access = access_of(value, record.ordinal, write=write)
-    if record.pending:
-        await_values(machine, record, access, operator.name)
+    if record.pending and operator.handle not in _WAITS_FIRST:
+        await_values(machine, record, access, operator)
     records.append(record)
     if not record.is_host:
         accesses.append(access)
@@ -263,10 +316,13 @@ def _note(
             record.is_shared = True
 
 
-def await_values(machine: Machine, record: StorageRecord, access: Access, name: str) -> None:
+def await_values(
+    machine: Machine, record: StorageRecord, access: Access, operator: Operator
+) -> None:
     """Park until pending collectives that this access is ordered after have moved their bytes.
 
     An access that is not ordered after them is a race, which the checkers report; it does not park.
+    A host read is not parked here: it waits for its stream, as on hardware.
     """
     clock = machine.clocks.of(machine.current_stream_id())
     needs = []
@@ -276,7 +332,12 @@ def await_values(machine: Machine, record: StorageRecord, access: Access, name: 
         if conflicts and still_needed and clock.get(part.stream, 0) >= part.tick:
             needs.append(part)
     if needs:
-        machine.park_for(tuple(needs), f"{name} needs values", is_host_wait=False)
+        machine.park_for(
+            tuple(needs),
+            f"{operator.name} needs values",
+            is_host_wait=False,
+            can_defer=operator.can_defer,
+        )
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:

@@ -1,10 +1,12 @@
 """Machine: the simulated device of one rank - its streams, clocks, memory and the ops it did."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sim import patches
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.backward import Backward
 from fsdp_sim.clock import Clocks
@@ -35,6 +37,17 @@ def current() -> "Machine | None":
     return LOCAL.rank  # type: ignore[return-value]
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Run what is no part of the rank's program: nothing in it becomes an op."""
+    machine, LOCAL.rank = LOCAL.rank, None
+    try:
+        with patches.below_dispatch():
+            yield
+    finally:
+        LOCAL.rank = machine
+
+
 class Machine:
     """What one rank's program does to its device becomes ops here.
 
@@ -44,11 +57,12 @@ class Machine:
         memory: its storages.
         backward: its backward passes; ``in_backward`` while one runs that uses several streams.
         streams: those in use, by id.
+        makes_device_tensor: a tensor is being made from Python data, on a device.
         wire: what it shares with the machines of the other ranks.
         communicators: its view of each process group that it has used, by group.
         incarnations: how many groups it has made, by name.
         works: handles of asynchronous operations that nobody has waited for, in order of issue.
-        blockers: what the operator that is being issued must be run after; empty unless deferred.
+        must_defer: the operator that is being issued goes on without the values that it needs.
         ranges: open record_function ranges, outermost first, each with the label outside it.
         annotation: the innermost open range of a runtime, which labels what is issued inside it.
     """
@@ -80,10 +94,11 @@ class Machine:
         self.premultiplier: Any = None
         self.cpp_futures: list[WorkFuture] = []
         self.joins_futures_at_once = False
-        self.blockers: list[Pending] = []
+        self.must_defer = False
         self.is_deferring = False
         self.backward = Backward(self)
         self.in_backward = False
+        self.makes_device_tensor = False
         self.streams: dict[int, Stream] = {}
         self._event_count = 0
         self._op_count = 0
@@ -207,7 +222,7 @@ class Machine:
         is_host_wait: bool,
         can_defer: bool = False,
     ) -> None:
-        """Let other ranks run until all of ``needs`` are complete, or become ``blockers``."""
+        """Let other ranks run until all of ``needs`` are complete, or the rank must defer."""
         while True:
             waiting = tuple(each for each in needs if not each.is_done)
             if not waiting:
@@ -216,8 +231,7 @@ class Machine:
                 each.waiters.append(self.rank)
             self.rank.park(Wait(reason, is_host_wait, waiting, can_defer))
             if self.is_deferring:
-                self.is_deferring = False
-                self.blockers.extend(each for each in waiting if not each.is_done)  # type: ignore[misc]
+                self.is_deferring, self.must_defer = False, True
                 return
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from fsdp_sim.op import UNKNOWN, Kind, Source
 
 if TYPE_CHECKING:
-    from fsdp_sim.process_group import Pending
     from fsdp_sim.machine import Machine
+    from fsdp_sim.meeting import Pending
 
 
 class StorageRecord:
@@ -65,6 +65,10 @@ class Memory:
         record = self.records.get(storage._cdata)
         return record if record is not None else self._track(storage)
 
+    def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
+        """Return the record of a storage if there is one."""
+        return self.records.get(storage._cdata)
+
     def born(
         self, tensor: torch.Tensor, *, is_host: bool = False, source: Source | None = UNKNOWN
     ) -> StorageRecord:
@@ -77,6 +81,12 @@ class Memory:
             if not is_host:
                 self._alloc(record, storage.nbytes(), source)
         return record
+
+    def to_device(self, tensor: torch.Tensor) -> None:
+        """A tensor of the host's is needed on the device: from now on it is there."""
+        record = self.record_of(tensor)
+        record.is_host = False
+        self._alloc(record, tensor.untyped_storage().nbytes())
 
     def _track(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage._cdata

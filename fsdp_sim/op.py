@@ -80,6 +80,11 @@ class Call(NamedTuple):
     root: int | None = None
     peer: int | None = None
     is_async: bool = False
+    tag: int = 0
+    """Of a message between two ranks."""
+    batch: int | None = None
+    """Which batch of its group it is an entry of (a coalescing manager, ``batch_isend_irecv``), if any:
+    all entries of a batch are one device op."""
 
 
 @dataclass(slots=True)

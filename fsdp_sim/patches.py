@@ -139,16 +139,19 @@ class RankC10dWorld(c10d._World):
 # ---------------------------------------------------------------------- process groups
 
 
-def _make_group(options: Any, _: Any) -> Any:
-    return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+def register_backend(made: Callable[[str], None]) -> None:
+    """Register backend "sim": a plain ProcessGroup whose every call the rank's mode answers.
 
+    Args:
+        made: told the name of each group as it is made.
+    """
 
-def register_backend() -> None:
-    """Register backend "sim": a plain ProcessGroup whose every call the rank's mode answers."""
+    def make(options: Any, _: Any) -> Any:
+        made(str(options.group_id))
+        return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
 
 
 def unbox_group(boxed: Any) -> Any:
@@ -269,6 +272,10 @@ def _isolate_threads(isolate: bool) -> None:  # noqa: FBT001  positional in C++
     getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")(isolate)  # noqa: B009  untyped
 
 
+collect_garbage = gc.collect
+"""Collect what the world has left in cycles; inside a world nothing else is looked at."""
+
+
 @contextmanager
 def process_wide() -> Iterator[Patches]:
     """Hold the process-wide switches of a world, and undo every replacement at its end."""
@@ -276,9 +283,10 @@ def process_wide() -> Iterator[Patches]:
     _isolate_threads(True)  # noqa: FBT003
     patches.on_exit(lambda: _isolate_threads(False))  # noqa: FBT003
     if gc.isenabled():
-        gc.collect()
         gc.disable()
         patches.on_exit(gc.enable)
+    gc.freeze()  # what was there before stays out of collections: they are short and always the same
+    patches.on_exit(gc.unfreeze)
     patches.replace(sys, "excepthook", sys.excepthook)  # init_process_group wraps it for each rank
     patches.replace(torch.autograd.profiler, "_is_profiler_enabled", value=True)
     patches.replace(FakeProcessGroup, "supports_coalescing", property(lambda _: True))
@@ -322,6 +330,90 @@ def seed_everything(seed: int) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.set_bit_generator(numpy_random.MT19937(seed))
+
+
+@contextmanager
+def below_dispatch() -> Iterator[None]:
+    """Run operators that are no ops of a rank: neither its dispatch mode nor autograd sees them."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+        yield
+
+
+def tensor_on(
+    storage: Any, dtype: Any, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    """Return a tensor on a storage, with a version counter of its own."""
+    return torch.empty(0, dtype=dtype).set_(storage, offset, sizes, strides)
+
+
+_UNFORESEEABLE = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.inplace_view,
+)
+
+
+def is_foreseeable(func: Any) -> bool:
+    """Whether what an operator returns, but for its values, follows from its arguments' shapes."""
+    return not any(tag in func.tags for tag in _UNFORESEEABLE)
+
+
+def outputs_without_values(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[bool]]:
+    """Return what an operator would return, without running it, and for each tensor whether it is new.
+
+    Raises:
+        NotImplementedError: it has no implementation that knows shapes alone.
+    """
+    written = {
+        alias: value
+        for argument, value in _by_argument(func, args, kwargs)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for alias in argument.alias_info.before_set
+    }
+    results = func(*_to_meta(args), **{**_to_meta(kwargs), **_meta_device(kwargs)})
+    returns = func._schema.returns
+    if len(returns) <= 1:
+        out, fresh = _materialise(results, returns[0] if returns else None, written)
+        return out, fresh
+    pairs = [_materialise(each, how, written) for each, how in zip(results, returns, strict=True)]
+    return tuple(out for out, _ in pairs), [new for _, fresh in pairs for new in fresh]
+
+
+def _by_argument(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    yield from ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
+
+
+def _meta_device(kwargs: Any) -> dict[str, Any]:
+    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return [_to_meta(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _to_meta(item) for key, item in value.items()}
+    return value
+
+
+def _materialise(result: Any, how: Any, written: dict[str, Any]) -> tuple[Any, list[bool]]:
+    """Return the argument that a result is, or new memory of its shape."""
+    if how is not None and how.alias_info is not None:
+        (alias,) = how.alias_info.before_set
+        if alias not in written:
+            raise NotImplementedError("an operator that returns a view")
+        same = written[alias]
+        return same, [False] * (len(same) if isinstance(same, (list, tuple)) else 1)
+    if isinstance(result, torch.Tensor):
+        out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+        return out, [True]
+    if isinstance(result, (list, tuple)):
+        return [_materialise(each, None, {})[0] for each in result], [True] * len(result)
+    return result, []
 
 
 class Schema(NamedTuple):

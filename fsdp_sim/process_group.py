@@ -1,532 +1,343 @@
-"""Process groups: backend "sim" - issuing, meeting, waiting for collectives and point-to-point.
+"""Process groups: backend "sim" - issuing collectives and point-to-point operations.
 
 A rank's group is a plain ProcessGroup; every collective, from Python, C++ or a functional collective,
 reaches the rank's dispatch mode as a ``c10d`` operator and is answered here.  Each rank's reads and
 writes are its own, on its own stream, whichever rank moves the bytes.
 """
 
-import sys
-import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from fsdp_sim import machine as machines
 from fsdp_sim import patches
-from fsdp_sim.collectives import COLLECTIVES, Meaning
+from fsdp_sim.checkers.device_graph import key_of
+from fsdp_sim.collectives import COLLECTIVES, Meaning, Request, check_layout, message
 from fsdp_sim.machine import Machine
-from fsdp_sim.memory import StorageRecord
-from fsdp_sim.op import Access, Call, Kind, Source
-from fsdp_sim.streams import Stream, new_stream, set_stream
-from fsdp_sim.tensors import access_of, overlaps
-from fsdp_sim.world import Rank
+from fsdp_sim.meeting import Meeting, Part, poison, settle
+from fsdp_sim.op import Access, Call, Kind
+from fsdp_sim.streams import Stream, new_stream
+from fsdp_sim.tensors import access_of
+from fsdp_sim.work import Work, is_from_cpp
 
 
-class Pending:
-    """One rank's part of a collective that has been issued.
+class Communicator:
+    """One rank's view of a process group.
 
-    Holds its inputs' values once they are there, and its outputs weakly: the program may drop them.
+    Attributes:
+        name: the group's; a group that was destroyed and made again under one name gets a new one.
+        ranks: global ranks in group order.
+        rank: this rank's position among them.
+        batch: what a coalescing manager has collected so far, None outside one.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "annotation",
-        "call",
-        "clock",
-        "event",
-        "extra",
-        "inputs",
-        "is_done",
-        "is_ready",
-        "machine",
-        "meeting",
-        "outputs",
-        "position",
-        "records",
-        "source",
-        "stash",
-        "stream",
-        "tick",
-        "values",
-        "waiters",
-        "waits_for",
+    def __init__(self, machine: Machine, group: Any) -> None:
+        incarnation = machine.incarnations.get(group.group_name, 1)
+        self.name = str(group.group_name) + (f"#{incarnation}" if incarnation > 1 else "")
+        self.machine = machine
+        self.ranks = patches.group_ranks(group)
+        self.rank: int = group.rank()
+        self.batch: list[Entry] | None = None
+        self.batch_work: Work | None = None
+        self._streams: dict[str, Stream] = {}
+        self._sequences: dict[Any, int] = {}
+
+    def next(self, key: Any = None) -> int:
+        """Return the next sequence number of the group, or of a pair of its ranks."""
+        number = self._sequences.get(key, 0)
+        self._sequences[key] = number + 1
+        return number
+
+    def stream(self, peer: int | None = None) -> Stream:
+        """Return the stream that the group, or a pair of its ranks, has for itself."""
+        role = f"group {self.name}"
+        if peer is not None:
+            low, high = sorted((self.ranks[self.rank], self.ranks[peer]))
+            role += f" between ranks {low} and {high}"
+        stream = self._streams.get(role)
+        if stream is None:
+            stream = self._streams[role] = new_stream(role)
+        return stream
+
+
+@dataclass
+class Entry:
+    """One rank's part of one operation, before it is issued.
+
+    Attributes:
+        members: global ranks that take part.
+        position: this rank's among them.
+        sequence_key: whose counter numbers it: None for the group's collectives.
+    """
+
+    meaning: Meaning
+    members: tuple[int, ...]
+    position: int
+    sequence_key: Any = None
+    is_async: bool = False
+
+
+# ---------------------------------------------------------------------- one c10d operator
+
+RETURNS_TENSORS = frozenset(
+    (
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+        "allgather_",
+        "allreduce_",
+        "alltoall_",
+        "broadcast_",
+        "reduce_scatter_",
+        "scatter_",
     )
-
-    def __init__(self, machine: Machine, meeting: "Meeting", position: int, call: Call) -> None:
-        self.machine = machine
-        self.meeting = meeting
-        self.position = position
-        self.call = call
-        self.annotation: str | None = None
-        self.source: Source | None = None
-        self.stream = -1
-        self.tick = 0
-        self.event = -1
-        self.clock: dict[int, int] = {}
-        self.inputs: list[Tensor] = []
-        self.values: list[Any] = []
-        self.extra: list[Any] = []
-        self.outputs: list[tuple[Any, Any]] = []
-        self.records: list[StorageRecord] = []
-        self.stash: list[Tensor] | None = None
-        self.waits_for: list[Pending] = []
-        self.waiters: list[Rank] = []
-        self.is_ready = False
-        self.is_done = False
-
-    def take_inputs(self) -> None:
-        """Take the inputs' values as soon as nothing pending writes them, and meet the others."""
-        if self.is_ready or self.waits_for:
-            return
-        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-            self.values = [tensor.detach().clone() for tensor in self.inputs] + self.extra
-        self.inputs = []
-        self.is_ready = True
-        self.meeting.complete_if_all_here()
-
-    def done(self) -> None:
-        """The collective is complete on this rank: wake who waits for it."""
-        self.is_done, self.values = True, []
-        self.machine.pending.remove(self)
-        for record in self.records:
-            record.pending = [entry for entry in record.pending if entry[0] is not self]
-        self.records = []
-        for rank in self.waiters:
-            rank.wake()
-        self.waiters = []
-        for other in list(self.machine.pending):
-            if self in other.waits_for:
-                other.waits_for.remove(self)
-                other.take_inputs()
+)
+"""Operators that return their outputs beside the handle (torch 2.11 to 2.14)."""
 
 
-class Meeting:
-    """The k-th operation of a group: where its ranks' parts meet."""
-
-    __slots__ = ("compute", "is_done", "parts", "ranks")
-
-    def __init__(self, ranks: tuple[int, ...], compute: Any) -> None:
-        self.ranks = ranks
-        self.compute = compute
-        self.parts: list[Pending | None] = [None] * len(ranks)
-        self.is_done = False
-
-    def describe(self) -> str:
-        """Return the operation in words: kind, unit, place in its group, elements."""
-        issued = next(part for part in self.parts if part is not None)
-        call, unit = issued.call, f"[{issued.annotation}] " if issued.annotation else ""
-        return (
-            f"{call.name} {unit}(operation {call.sequence} of group {call.group_name!r}, "
-            f"sizes {list(call.sizes)})"
-        )
-
-    def missing(self) -> tuple[int, ...]:
-        """Return the global ranks that have not issued their part."""
-        return tuple(
-            rank for rank, part in zip(self.ranks, self.parts, strict=True) if part is None
-        )
-
-    def complete_if_all_here(self) -> None:
-        """Move the bytes once the last part has its values."""
-        parts = [part for part in self.parts if part is not None and part.is_ready]
-        if self.is_done or len(parts) < len(self.ranks):
-            return
-        self.is_done = True
-        with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-            results = self.compute([part.values for part in parts])
-            for part, values in zip(parts, results, strict=True):
-                _write(part, values)
-        for part in parts:
-            part.done()
-
-
-def _write(part: Pending, values: Any) -> None:
-    for (storage_ref, geometry), value in zip(part.outputs, values, strict=True):
-        storage = storage_ref()
-        if storage is None or storage.nbytes() == 0:
-            continue
-        dtype, offset, shape, strides = geometry
-        out = torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
-        out.copy_(value.reshape(shape))
-
-
-class Work(dist.Work):
-    """A handle of an issued operation.
-
-    ``wait`` orders the current stream after it and does not block the host, as with NCCL; only a
-    barrier blocks.  Like NCCL's stash, it holds the tensors of an asynchronous operation until waited.
-    """
-
-    def __init__(self, machine: Machine, parts: list[Pending], *, is_host: bool) -> None:
-        super().__init__()
-        self.machine = machine
-        self.parts = parts
-        self.is_host = is_host
-        self.outputs: list[Tensor] = []
-
-    def join(self) -> None:
-        """Order the current stream after the operation and let go of its tensors."""
-        machine = self.machine
-        stream = machine.current_stream_id()
-        for part in self.parts:
-            if part.event >= 0:
-                machine.emit(Kind.WAIT_EVENT, "work.wait", stream, other=part.event)
-            part.stash = None
-        self.outputs = []
-        if self in machine.works:
-            machine.works.remove(self)
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Join; for a barrier the host stops until everybody is here."""
-        self.join()
-        if self.is_host:
-            machine = self.machine
-            clock = {part.stream: part.tick for part in self.parts}
-            machine.host_wait(clock, "barrier")
-            for part in self.parts:
-                machine.emit(Kind.HOST_WAIT_EVENT, "barrier", -1, other=part.event)
-        return True
-
-    def synchronize(self) -> None:
-        """Join."""
-        self.join()
-
-    def block_current_stream(self) -> None:
-        """Join."""
-        self.join()
-
-    def is_completed(self) -> bool:
-        """Whether the device is done with it, as far as the host can know."""
-        machine = self.machine
-        machine.rank.reach("poll")
-        if any(not part.is_done for part in self.parts):
-            return False
-        host = machine.clocks.host
-        if all(host.get(part.stream, 0) >= part.tick for part in self.parts):
-            return True
-        return machine.rank.world.choose_yes("is_completed", machine.rank.index)
-
-    def is_success(self) -> bool:
-        """Whether it completed: nothing fails here without ending the run."""
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """Return None: nothing fails here without ending the run."""
-        return
-
-    def result(self) -> list[Tensor]:
-        """Return the output tensors of an asynchronous operation that was not waited for."""
-        return self.outputs
-
-    def get_future(self) -> Any:
-        """Return a Future that is complete, and whose ``wait`` joins (as NCCL's does)."""
-        future = WorkFuture()
-        future.events = [part.event for part in self.parts if part.event >= 0]
-        future.machine = self.machine
-        future.set_result(self.outputs)
-        if is_from_cpp():
-            _join_before_backward_ends(self.machine, self)
-        return future
-
-
-class WorkFuture(Future):  # type: ignore[type-arg]
-    """A completed Future that carries the events of the work behind it."""
-
-    events: list[int]
-    machine: Machine
-
-    def _join(self) -> None:
-        stream = self.machine.current_stream_id()
-        for event in self.events:
-            self.machine.emit(Kind.WAIT_EVENT, "future.wait", stream, other=event)
-
-    def wait(self) -> Any:
-        """Join the current stream and return the value."""
-        self._join()
-        return super().wait()
-
-    def then(self, callback: Any) -> Any:
-        """Run ``callback`` on a stream of its own, after the work; return its Future."""
-        machine = self.machine
-        stream = new_stream("future.then")
-        chained = WorkFuture()
-        chained.machine = machine
-        outer = machine.stream
-        stream.wait_stream(outer)
-        set_stream(machine, stream)
-        try:
-            self._join()
-            chained.set_result(callback(self))
-        except Exception as error:  # noqa: BLE001  a Future carries what its callback raised
-            chained.set_exception(error)  # type: ignore[arg-type]
-        finally:
-            set_stream(machine, outer)
-        event = torch.cpu.Event()
-        event.record(stream)  # type: ignore[arg-type]
-        chained.events = [event.ordinal]  # type: ignore[attr-defined]
-        return chained
-
-
-def is_from_cpp() -> bool:
-    """Whether C++ inside a backward called us: no Python frame of c10d stands in between."""
-    frame = sys._getframe(2)
-    while frame is not None and "/fsdp_sim/" in frame.f_code.co_filename:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_code.co_filename.endswith("autograd/graph.py")
-
-
-def _join_before_backward_ends(machine: Machine, work: Work) -> None:
-    """C++ will wait for a Future that we cannot observe: join it in a callback queued before its."""
-    if not machine.cpp_works:
-
-        def join_all() -> None:
-            works, machine.cpp_works = machine.cpp_works, []
-            for each in works:
-                each.join()
-
-        patches.queue_backward_callback(join_all)
-    machine.cpp_works.append(work)
-
-
-# ---------------------------------------------------------------------- issuing
-
-
-def dispatch_collective(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
+def dispatch_collective(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer one ``c10d`` operator."""
-    named = _named_arguments(func, args, kwargs)
-    group = patches.unbox_group(named["process_group"])
-    _check_group(machine, group)
-    name = func._opname
+    named = patches.named_arguments(func, args, kwargs)
+    if "process_group" not in named or name == "recv_any_source_":
+        raise NotImplementedError(
+            f"the simulator has no operation 'c10d::{name}', as NCCL has none"
+        )
+    communicator = _communicator(machine, patches.unbox_group(named["process_group"]))
     if name in ("send", "recv_"):
-        return _point_to_point(machine, group, named, is_send=name == "send").boxed()
-    meaning_of = COLLECTIVES.get(name)
-    if meaning_of is None:
-        raise NotImplementedError(f"the simulator has no collective 'c10d::{name}'")
-    meaning = meaning_of(named, group.rank(), group.size(), machine.premultiplier)
-    machine.premultiplier = None
-    work = issue(machine, group, meaning, is_async=bool(named.get("async_op", True)))
+        return _point_to_point(communicator, named, is_send=name == "send").boxed()
+    work = _collective(communicator, name, named)
     if name == "monitored_barrier_":
-        return work.wait() and None
-    returns = func._schema.returns
-    return (args[0], work.boxed()) if len(returns) == 2 else work.boxed()
+        work.wait()
+        return None
+    return (args[0], work.boxed()) if name in RETURNS_TENSORS else work.boxed()
 
 
-def _named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return all arguments by name; the dispatcher strips those that equal their default."""
-    schema = func._schema.arguments
-    named = {arg.name: arg.default_value for arg in schema[len(args) :]}
-    named.update(zip((arg.name for arg in schema), args, strict=False))
-    named.update(kwargs)
-    return named
-
-
-def _check_group(machine: Machine, group: Any) -> None:
+def _communicator(machine: Machine, group: Any) -> Communicator:
+    """Return the rank's view of a group, which must be one that it made through torch.distributed."""
     if not patches.is_registered_group(group):
         raise RuntimeError(
             f"rank {machine.rank.index} must use a process group of its own in the running world, got "
             f"{group.group_name or 'one built by hand'!r}; make groups with torch.distributed inside "
             "the rank's program"
         )
+    communicator = machine.communicators.get(group)
+    if communicator is None:
+        communicator = machine.communicators[group] = Communicator(machine, group)
+    return communicator
+
+
+def made_group(name: str) -> None:
+    """A group is being made on this rank; the name may have been that of one destroyed before."""
+    machine = machines.current()
+    if machine is None:
+        raise RuntimeError(
+            "backend 'sim' must be used inside fsdp_sim.simulate, got none running on this thread"
+        )
+    machine.incarnations[name] = machine.incarnations.get(name, 0) + 1
+    for group in list(machine.communicators):
+        if not patches.is_registered_group(group):
+            del machine.communicators[group]
+
+
+def _collective(communicator: Communicator, name: str, named: dict[str, Any]) -> Work:
+    machine = communicator.machine
+    means = COLLECTIVES.get(name)
+    if means is None:
+        raise NotImplementedError(f"the simulator has no collective 'c10d::{name}'")
+    factor, machine.premultiplier = machine.premultiplier, None
+    ranks = communicator.ranks
+    meanings = means(Request(named, communicator.rank, len(ranks), factor))
+    is_async = bool(named.get("async_op", True))
+    entries = [Entry(meaning, ranks, communicator.rank, is_async=is_async) for meaning in meanings]
+    is_batch = len(entries) > 1
+    if communicator.batch is not None:
+        return _collect(communicator, entries)
+    stream = communicator.stream() if is_async else machine.stream
+    return issue(communicator, entries, stream, is_async=is_async, is_batch=is_batch)
+
+
+def _point_to_point(communicator: Communicator, named: dict[str, Any], *, is_send: bool) -> Work:
+    """Issue a send or a recv on the stream of its pair of ranks, in order of issue.
+
+    The tag takes part in matching only: NCCL has none, so messages of a pair match in order.
+    """
+    me, peer = communicator.rank, named["dst" if is_send else "src"]
+    source, target = (me, peer) if is_send else (peer, me)
+    ranks = communicator.ranks
+    (meaning,) = message(Request(named, me, len(ranks)), is_send=is_send)
+    meaning.peer = ranks[peer]
+    members = (ranks[source], ranks[target])
+    is_batch = communicator.batch is not None
+    entry = Entry(meaning, members, 0 if is_send else 1, (*members, is_batch), is_async=True)
+    if is_batch:
+        return _collect(communicator, [entry])
+    return issue(communicator, [entry], communicator.stream(peer), is_async=True)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def start_coalescing(group: Any, device: Any) -> None:  # noqa: ARG001  as ProcessGroup's
+    """Begin to collect the operations of a coalescing manager."""
+    machine = machines.current()
+    assert machine is not None
+    communicator = _communicator(machine, group)
+    communicator.batch, communicator.batch_work = [], Work(machine)
+
+
+def end_coalescing(group: Any, device: Any) -> Work:  # noqa: ARG001  as ProcessGroup's
+    """Issue all operations collected as one device op, and return its handle."""
+    machine = machines.current()
+    assert machine is not None
+    communicator = _communicator(machine, group)
+    entries, communicator.batch = communicator.batch or [], None
+    if not entries:
+        return Work(machine)
+    is_async = any(entry.is_async for entry in entries)
+    stream = communicator.stream() if is_async else machine.stream
+    return issue(communicator, entries, stream, is_async=is_async, is_batch=True)
+
+
+def _collect(communicator: Communicator, entries: Sequence[Entry]) -> Work:
+    assert communicator.batch is not None
+    assert communicator.batch_work is not None
+    communicator.batch.extend(entries)
+    return communicator.batch_work
+
+
+# ---------------------------------------------------------------------- issuing
 
 
 def issue(
-    machine: Machine,
-    group: Any,
-    meaning: Meaning,
+    communicator: Communicator,
+    entries: Sequence[Entry],
+    stream: Stream,
     *,
     is_async: bool,
-    key: Any = None,
-    ranks: tuple[int, ...] | None = None,
-    position: int | None = None,
-    stream: Stream | None = None,
+    is_batch: bool = False,
 ) -> Work:
-    """Issue this rank's part and return at once.
+    """Issue this rank's part of an operation, or of all operations of a batch, and return at once.
 
-    Ordering: an asynchronous collective runs on the group's own stream, behind the current one; a
+    Ordering: an asynchronous operation runs on a stream of its own, behind the current one; a
     synchronous one runs on the current stream (NCCL, torch 2.11 and later).
     """
+    machine = communicator.machine
+    for entry in entries:
+        check_layout(entry.meaning.name, (*entry.meaning.inputs, *entry.meaning.outputs))
     machine.rank.reach("issue")
-    name = group.group_name
-    all_ranks = _ranks_of(machine, group)
-    if key is None:
-        key = (name, all_ranks, _next(machine, name))
-        position = group.rank()
-    assert position is not None
-    members = ranks if ranks is not None else all_ranks
-    call = Call(
-        members,
-        name,
-        key[-1],
+    stream_id, current = machine.stream_id(stream), machine.current_stream_id()
+    if stream_id != current:
+        machine.emit(Kind.WAIT_STREAM, "launch", stream_id, other=current)
+    is_host = any(entry.meaning.is_host for entry in entries)
+    work = Work(machine, is_host=is_host)
+    batch = communicator.next("batch") if is_batch else None
+    for entry in entries:
+        part = _launch_entry(communicator, entry, stream_id, work, batch)
+        if is_async or is_from_cpp():
+            part.stash = entry.meaning.inputs + entry.meaning.outputs
+    if is_async or is_host:
+        work.event = machine.new_event_id()
+        machine.emit(Kind.RECORD_EVENT, "work", stream_id, other=work.event)
+    _keep(machine, work, entries, is_async=is_async)
+    for part in list(work.parts):
+        settle(part)
+    assert work.launch is not None
+    for launch in machine.wire.graph.settle(work.launch):
+        for rank in launch.waiters:
+            rank.wake()
+        launch.waiters = []
+    if not is_async:
+        work.parts = []
+    return work
+
+
+def _launch_entry(
+    communicator: Communicator, entry: Entry, stream: int, work: Work, batch: int | None
+) -> Part:
+    """Emit the op with this rank's reads and writes, and let it meet the others' parts."""
+    machine, meaning = communicator.machine, entry.meaning
+    call = _call(communicator, entry, batch)
+    part = Part(machine, stream, work, _meeting(machine, call, meaning), call)
+    reads = _note_all(part, meaning.inputs, write=False)
+    writes = _note_all(part, meaning.outputs, write=True)
+    part.take(meaning.inputs, meaning.outputs, meaning.extra)
+    op = machine.emit(Kind.COLLECTIVE, meaning.name, stream, (*reads, *writes), call=call)
+    if op is not None:
+        part.source = op.source
+    part.launch = work.launch = machine.wire.graph.issue(
+        machine.rank.index,
+        call,
+        machine.clocks.of(stream),
+        stream,
+        annotation=machine.annotation,
+        op=op,
+    )
+    part.meeting.join(entry.position, part)
+    if part.meeting.missing_count == 0:
+        machine.wire.meetings.pop(key_of(call), None)
+    work.parts.append(part)
+    if machine.poison:
+        poison([out for out in meaning.outputs if out.numel()], writes, reads)
+    return part
+
+
+def _call(communicator: Communicator, entry: Entry, batch: int | None) -> Call:
+    meaning = entry.meaning
+    return Call(
+        entry.members,
+        communicator.name,
+        communicator.next(entry.sequence_key),
         meaning.name,
         meaning.reduce_op,
         meaning.dtype,
         meaning.sizes,
         meaning.root,
         meaning.peer,
-        is_async,
+        entry.is_async,
+        meaning.tag,
+        batch,
     )
-    meeting = machine.meetings.get(key)
+
+
+def _meeting(machine: Machine, call: Call, meaning: Meaning) -> Meeting:
+    meetings, key = machine.wire.meetings, key_of(call)
+    meeting = meetings.get(key)
     if meeting is None:
-        meeting = machine.meetings[key] = Meeting(members, meaning.compute)
-    part = Pending(machine, meeting, position, call)
-    _run_on_stream(machine, part, meaning, stream or _stream_for(machine, name, is_async), is_async)
-    meeting.parts[position] = part
-    if not meeting.missing():
-        del machine.meetings[key]
-    machine.pending.append(part)
-    work = Work(machine, [part], is_host=meaning.is_host)
-    _keep(machine, work, meaning, is_async)
-    part.take_inputs()
-    return work
+        meeting = meetings[key] = Meeting(len(call.group), meaning.compute)
+    return meeting
 
 
-def _keep(machine: Machine, work: Work, meaning: Meaning, is_async: bool) -> None:
-    """Keep alive what NCCL would keep, and nothing else."""
-    part = work.parts[0]
-    from_cpp = is_from_cpp()
-    if is_async or from_cpp:
-        part.stash = meaning.inputs + meaning.outputs
-        work.outputs = list(meaning.result if meaning.result is not None else meaning.outputs)
-    if from_cpp:
-        machine.works.append(work)
-    if machine.coalescing is not None:
-        machine.coalescing.append(part)
-    machine.last_work = work  # its Python half must outlive the way back through C++
-
-
-def _run_on_stream(
-    machine: Machine, part: Pending, meaning: Meaning, stream: Stream, is_async: bool
-) -> None:
-    """Emit the op with this rank's reads and writes, and find what it must wait for."""
-    current = machine.current_stream_id()
-    stream_id = machine.stream_id(stream)
-    if stream_id != current:
-        machine.emit(Kind.WAIT_STREAM, "launch", stream_id, other=current)
-    clock = machine.clocks.of(stream_id)
+def _note_all(part: Part, tensors: Sequence[Tensor], *, write: bool) -> list[Access]:
+    """Return the accesses to tensors that are not empty; NCCL's tensors are on the device."""
+    memory = part.machine.memory
     accesses: list[Access] = []
-    for tensors, write in ((meaning.inputs, False), (meaning.outputs, True)):
-        for tensor in tensors:
-            record = machine.memory.record_of(tensor)
-            access = access_of(tensor, record.ordinal, write=write)
-            if access.lo == access.hi:
-                continue
+    for tensor in tensors:
+        record = memory.record_of(tensor)
+        if record.is_host:
+            memory.to_device(tensor)
+        record.is_shared = record.is_shared or record.stream != part.stream
+        access = access_of(tensor, record.ordinal, write=write)
+        if access.lo != access.hi:
             accesses.append(access)
-            for other, lo, hi, other_writes in record.pending:
-                if other is part:
-                    continue
-                conflicts = (write or other_writes) and lo < access.hi and access.lo < hi
-                if conflicts and not other.is_done and clock.get(other.stream, 0) >= other.tick:
-                    if other not in part.waits_for and not (not other_writes and other.is_ready):
-                        part.waits_for.append(other)
-            record.is_shared = record.is_shared or record.stream != stream_id
-            record.pending.append((part, access.lo, access.hi, write))
-            part.records.append(record)
-    part.stream = stream_id
-    part.tick = clock[stream_id] + 1
-    part.clock = dict(clock)
-    op = machine.emit(
-        Kind.COLLECTIVE, meaning.name, stream_id, tuple(accesses), call=part.call
-    )
-    if op is not None:
-        part.tick, part.annotation, part.source = op.tick, op.annotation, op.source
-    if is_async or meaning.is_host:
-        part.event = machine.new_event_id()
-        machine.emit(Kind.RECORD_EVENT, "work", stream_id, other=part.event)
-    part.inputs = [tensor.detach() for tensor in meaning.inputs]
-    part.extra = meaning.extra
-    part.outputs = [(weakref.ref(t.untyped_storage()), _geometry(t)) for t in meaning.outputs]
-    if machine.poison:
-        _poison(meaning, accesses)
+            part.note(record, access)
+    return accesses
 
 
-def _geometry(tensor: Tensor) -> Any:
-    return (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+def _keep(machine: Machine, work: Work, entries: Sequence[Entry], *, is_async: bool) -> None:
+    """Keep alive what NCCL would keep, and nothing else.
 
-
-def _poison(meaning: Meaning, accesses: list[Access]) -> None:
-    """Fill the outputs that are no inputs with NaN until the collective is complete."""
-    reads = [access for access in accesses if not access.write]
-    writes = iter([access for access in accesses if access.write])
-    with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
-        for tensor in meaning.outputs:
-            if tensor.numel() == 0:
-                continue
-            access = next(writes)
-            if tensor.is_floating_point() and not any(overlaps(access, read) for read in reads):
-                tensor.detach().fill_(float("nan"))
-
-
-def _ranks_of(machine: Machine, group: Any) -> tuple[int, ...]:
-    ranks = machine.group_ranks.get(group.group_name)
-    if ranks is None:
-        ranks = machine.group_ranks[group.group_name] = patches.group_ranks(group)
-    return ranks
-
-
-def _next(machine: Machine, key: Any) -> int:
-    number = machine.sequences.get(key, 0)
-    machine.sequences[key] = number + 1
-    return number
-
-
-def _stream_for(machine: Machine, name: str, is_async: bool) -> Stream:
-    if not is_async:
-        return machine.stream
-    return own_stream(machine, f"group {name}")
-
-
-def own_stream(machine: Machine, role: str) -> Stream:
-    """Return the stream that a group, or a pair of its ranks, has for itself."""
-    stream = machine.group_streams.get(role)
-    if stream is None:
-        stream = machine.group_streams[role] = new_stream(role)
-    return stream
-
-
-def _point_to_point(machine: Machine, group: Any, named: Any, *, is_send: bool) -> Work:
-    """Issue a send or a recv on the stream of its pair of ranks, in order of issue."""
-    me, peer = group.rank(), named["dst" if is_send else "src"]
-    source, target = (me, peer) if is_send else (peer, me)
-    name, ranks, tensors = group.group_name, _ranks_of(machine, group), named["tensors"]
-    pair = (name, ranks, "p2p", source, target)
-    meaning = Meaning(
-        "send" if is_send else "recv",
-        tensors if is_send else [],
-        [] if is_send else tensors,
-        lambda values: [[], list(values[0])],
-        tuple(tensor.numel() for tensor in tensors),
-        str(tensors[0].dtype).removeprefix("torch."),
-        peer=ranks[peer],
-        result=tensors,
-    )
-    low, high = sorted((ranks[me], ranks[peer]))
-    return issue(
-        machine,
-        group,
-        meaning,
-        is_async=True,
-        key=(*pair, _next(machine, pair)),
-        ranks=(ranks[source], ranks[target]),
-        position=0 if is_send else 1,
-        stream=own_stream(machine, f"group {name} between ranks {low} and {high}"),
-    )
-
-
-def start_coalescing(group: Any, device: Any) -> None:
-    """Begin to collect the operations of a coalescing manager."""
-    machine = machines.current()
-    assert machine is not None
-    machine.coalescing = []
-
-
-def end_coalescing(group: Any, device: Any) -> Work:
-    """Return one handle for all operations collected."""
-    machine = machines.current()
-    assert machine is not None
-    parts, machine.coalescing = machine.coalescing or [], None
-    work = Work(machine, parts, is_host=False)
+    C++ holds only its half of a handle: the Python half must outlive it.  What the host has waited for
+    is let go, as NCCL's watchdog does.
+    """
+    if is_async or is_from_cpp():
+        for entry in entries:
+            meaning = entry.meaning
+            work.outputs += meaning.outputs if meaning.result is None else meaning.result
+        host = machine.clocks.host
+        for other in list(machine.works):
+            launch = other.launch
+            if launch is not None and host.get(launch.stream, 0) >= launch.tick:
+                other.let_go()
+        machine.works[work] = None
     machine.last_work = work
-    return work

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_sim import deferral, patches, process_group, streams
 from fsdp_sim import machine as machines
-from fsdp_sim import patches, process_group, streams
 from fsdp_sim.dispatch import host_read
 from fsdp_sim.tensors import access_of
 
@@ -75,10 +75,14 @@ def _following(engine: Callable[..., Any]) -> Callable[..., Any]:
 
 def _install_host_reads(undo: patches.Patches) -> None:
     """Reads that never reach dispatch on CPU, and for which CUDA's host would wait."""
-    for name in ("tolist", "numpy"):
+    for name in ("tolist", "numpy", "__dlpack__", "__reduce_ex__"):
         undo.replace(Tensor, name, _reading(name, getattr(Tensor, name)))
+    undo.replace(Tensor, "__repr__", _printing(Tensor.__repr__))
     undo.replace(Tensor, "cpu", _moving("cpu", Tensor.cpu))
     undo.replace(Tensor, "to", _moving("to", Tensor.to))
+    for name in ("tensor", "as_tensor", "asarray"):
+        undo.replace(torch, name, _making(getattr(torch, name)))
+    undo.replace(Tensor, "new_tensor", _making(Tensor.new_tensor, on_device=True))
 
 
 def _read_by_host(tensor: Any, name: str) -> None:
@@ -99,8 +103,25 @@ def _reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return read
 
 
+def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """One read; what formatting does differs from version to version and is left out."""
+
+    @functools.wraps(original)
+    def show(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if machines.current() is None or type(self) not in patches.PLAIN_TENSORS:
+            return original(self, *args, **kwargs)
+        _read_by_host(self, "print")
+        with machines.unobserved():
+            return original(self, *args, **kwargs)
+
+    return show
+
+
 def _moving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``cpu()`` and ``to("cpu")`` stop the host unless ``non_blocking``."""
+    """``cpu()`` and ``to("cpu")`` stop the host unless ``non_blocking``.
+
+    Only the plain word means the host: a ``torch.device`` is what a program calls its device.
+    """
 
     @functools.wraps(original)
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +134,24 @@ def _moving(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
+def _making(original: Callable[..., Any], *, on_device: bool = False) -> Callable[..., Any]:
+    """Tensors from Python data are the host's, unless they are asked for on a device."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        machine = machines.current()
+        device = kwargs.get("device")
+        if machine is None or not (on_device or device not in (None, "cpu")):
+            return original(*args, **kwargs)
+        machine.makes_device_tensor = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            machine.makes_device_tensor = False
+
+    return make
+
+
 def _install_memory(undo: patches.Patches) -> None:
     original = torch.UntypedStorage.resize_
 
@@ -122,6 +161,7 @@ def _install_memory(undo: patches.Patches) -> None:
         if machine is None:
             return original(self, nbytes)
         before = self.nbytes()
+        deferral.before_resize(machine, machine.memory.known(self))
         out = original(self, nbytes)
         machine.memory.resized(self, before)
         return out

@@ -8,24 +8,22 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import patches, shims
+from fsdp_sim import patches, process_group, shims, stuck
 from fsdp_sim.analysis import Analysis
-from fsdp_sim.checkers import liveness
 from fsdp_sim.dispatch import RankMode
 from fsdp_sim.errors import (
     FINDING_KINDS,
-    CannotRunAhead,
     Finding,
     SimulationError,
 )
 from fsdp_sim.isolation import HostState
 from fsdp_sim.machine import LOCAL, Machine
-from fsdp_sim.process_group import Meeting, Pending
+from fsdp_sim.meeting import Wire
 from fsdp_sim.scheduler import Recorder, Scheduler
-from fsdp_sim.store import Key, WorldStore
+from fsdp_sim.store import WorldStore
 from fsdp_sim.streams import new_stream
 from fsdp_sim.trace import Trace
-from fsdp_sim.world import Rank, RankState, World
+from fsdp_sim.world import Rank, World
 
 _RUNNING: list["Simulation"] = []
 
@@ -73,9 +71,11 @@ class Simulation:
         self.args = args
         self.settings = settings
         self.recorder = Recorder(settings.scheduler)
-        self.analysis = Analysis(settings.checkers, settings.world_size)
+        self.analysis = Analysis(
+            settings.checkers, settings.world_size, now=lambda: self.world.step
+        )
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
-        self.meetings: dict[Any, Meeting] = {}
+        self.wire = Wire(settings.world_size)
         self.machines: list[Machine] = []
         self.store = WorldStore()
         self.world = World(
@@ -99,7 +99,7 @@ class Simulation:
 
     def run(self) -> Report:
         """Run the program to its end or to what stops it, and say what was found."""
-        patches.register_backend()
+        patches.register_backend(process_group.made_group)
         with ExitStack() as stack:
             undo = stack.enter_context(patches.process_wide())
             shims.install(undo)
@@ -107,8 +107,8 @@ class Simulation:
             stack.callback(_RUNNING.clear)
             self._prepare_ranks()
             self.world.run()
-        for finding in self.analysis.end():
-            assert finding.kind in FINDING_KINDS
+            patches.collect_garbage()
+        self._judge_end()
         return self._report()
 
     # ------------------------------------------------------------------ one rank
@@ -118,7 +118,7 @@ class Simulation:
             machine = Machine(
                 rank,
                 self.analysis,
-                self.meetings,
+                self.wire,
                 self.trace.add,
                 poison=self.settings.poison,
             )
@@ -163,17 +163,24 @@ class Simulation:
 
     # ------------------------------------------------------------------ nobody can run
 
-    def _on_stuck(self, world: World) -> SimulationError:
-        operations, parts, stands = _liveness_graph(self.machines, world.ranks)
-        finding = liveness.judge(operations, parts, stands)
+    def _on_stuck(self, world: World) -> SimulationError | None:  # noqa: ARG002  as World calls it
+        finding = stuck.find_deadlock(self.machines)
         if finding is not None:
             self.analysis.add(finding)
             return FINDING_KINDS["Deadlock"](finding.describe(), finding=finding)
-        lines = "\n".join(f"  rank {stand.rank} {stand.describe}" for stand in stands)
-        return CannotRunAhead(
-            "only the simulator's need for values stops the program; hardware would go on, so the run "
-            f"is neither clean nor a finding:\n{lines}"
-        )
+        return None if stuck.go_on(self.machines) else stuck.cannot_run_ahead(self.machines)
+
+    def _judge_end(self) -> None:
+        """Judge what is left at the end of a program; one that was stopped has had no chance to tidy up.
+
+        What was issued and never completes is a deadlock too, although nobody waits for it.
+        """
+        has_ended_well = all(rank.error is None for rank in self.world.ranks)
+        if self.world.stop_error is None and has_ended_well:
+            finding = stuck.find_unfinished(self.machines)
+            if finding is not None:
+                self.analysis.add(finding)
+            self.analysis.end()
 
     # ------------------------------------------------------------------ the report
 
@@ -191,56 +198,3 @@ class Simulation:
         )
         self.trace.schedule = schedule
         return report
-
-
-def _liveness_graph(
-    all_machines: Sequence[Machine], ranks: Sequence[Rank]
-) -> tuple[list[liveness.Operation], list[liveness.Part], list[liveness.Stand]]:
-    """Return what is issued and not complete, what it is queued behind, and where each host stands."""
-    pending = [part for machine in all_machines for part in machine.pending]
-    index_of: dict[Any, int] = {}
-    for part in pending:
-        index_of.setdefault(part.meeting, len(index_of))
-    operations = [liveness.Operation(m.describe(), m.missing()) for m in index_of]
-    for rank in ranks:
-        for need in rank.wait.needs if rank.wait is not None else ():
-            if isinstance(need, Key):
-                index_of[need] = len(operations)
-                others = tuple(other.index for other in ranks if other is not rank)
-                operations.append(liveness.Operation(need.describe(), (), others))
-    parts = [_part(part, index_of) for part in pending]
-    return operations, parts, [_stand(rank, index_of) for rank in ranks]
-
-
-def _part(part: Pending, index_of: dict[Any, int]) -> liveness.Part:
-    earlier = [
-        index_of[other.meeting]
-        for other in part.machine.pending
-        if other is not part and part.clock.get(other.stream, 0) >= other.tick
-    ]
-    return liveness.Part(index_of[part.meeting], part.machine.rank.index, tuple(earlier))
-
-
-def _stand(rank: Rank, index_of: dict[Any, int]) -> liveness.Stand:
-    if rank.state is RankState.ENDED:
-        how = f"ended with {rank.error!r}" if rank.error is not None else "has ended"
-        return liveness.Stand(
-            rank.index, is_ended=True, is_host_wait=False, waits_for=(), describe=how
-        )
-    wait = rank.wait
-    assert wait is not None
-    keys = [need if isinstance(need, Key) else need.meeting for need in wait.needs]
-    sites = "; ".join(_site(need) for need in wait.needs)
-    return liveness.Stand(
-        rank.index,
-        is_ended=False,
-        is_host_wait=wait.is_host_wait,
-        waits_for=tuple(index_of[key] for key in keys),
-        describe=f"waits ({wait.reason}) for {sites}",
-    )
-
-
-def _site(need: Any) -> str:
-    if isinstance(need, Key):
-        return need.describe()
-    return need.meeting.describe() + (f" issued at {need.source}" if need.source else "")

@@ -7,18 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_sim import machine as machines
+from fsdp_sim.checkers.deadlock import StoreKey
 from fsdp_sim.world import Rank, Wait
-
-
-class Key:
-    """A key that ranks wait for."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def describe(self) -> str:
-        """Return the key in words."""
-        return f"store key {self.name!r}"
 
 
 class WorldStore(dist.Store):
@@ -88,13 +78,11 @@ class WorldStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Park until all keys are set."""
         rank = self._reach()
-        missing = tuple(Key(key) for key in keys if key not in self._values)
-        if not missing:
-            return
-        if rank is None:
-            raise RuntimeError(f"nobody outside the world can wait for {missing[0].describe()}")
-        self._waiting.append((rank, tuple(keys)))
-        rank.park(Wait("store", is_host_wait=True, needs=missing))
+        while missing := tuple(StoreKey(key) for key in keys if key not in self._values):
+            if rank is None:
+                raise RuntimeError(f"nobody outside the world can wait for {missing[0].describe()}")
+            self._waiting.append((rank, tuple(keys)))
+            rank.park(Wait("store", is_host_wait=True, needs=missing))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Do nothing: a world has no time."""

@@ -33,11 +33,13 @@ class Wait:
         is_host_wait: hardware would stop the host here too; otherwise only the simulator must stop,
             because it needs values that are not there yet.
         needs: what must complete first.
+        can_defer: the rank could go on without the values if nobody else can.
     """
 
     reason: str
     is_host_wait: bool
     needs: tuple[Any, ...] = ()
+    can_defer: bool = False
 
 
 class HostState(Protocol):
@@ -103,7 +105,8 @@ class World:
         body: one rank's whole program; runs on the rank's own thread.
         scheduler: chooses at every decision that has more than one option.
         host_state: makes the holder of a rank's per-process state.
-        on_stuck: called when nobody can run; returns why, as an error to end the run with.
+        on_stuck: called when nobody can run; returns why, as an error to end the run with, or None
+            when it has woken somebody after all.
         step_limit: decisions allowed.
     """
 
@@ -114,7 +117,7 @@ class World:
         scheduler: Scheduler,
         *,
         host_state: Callable[[], HostState],
-        on_stuck: Callable[["World"], SimulationError],
+        on_stuck: Callable[["World"], SimulationError | None],
         step_limit: int = STEP_LIMIT_DEFAULT,
     ) -> None:
         self.body = body
@@ -182,7 +185,9 @@ class World:
         """The running rank cannot go on: choose another, or end the run when there is none."""
         if not self.runnable:
             current.state = RankState.PARKED
-            self.stop(self.on_stuck(self))
+            error = self.on_stuck(self)
+            if error is not None:
+                self.stop(error)
         self.switch(current, self.choose_rank("park", current.index))
 
     def stop(self, error: SimulationError) -> NoReturn:

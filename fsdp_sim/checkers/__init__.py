@@ -6,6 +6,7 @@ from fsdp_sim.checkers.capture import Capture
 from fsdp_sim.checkers.checker import Checker
 from fsdp_sim.checkers.collective_match import CollectiveMatch
 from fsdp_sim.checkers.lifetime import Lifetime
+from fsdp_sim.checkers.liveness import Liveness
 from fsdp_sim.checkers.memory_peak import MemoryPeak
 from fsdp_sim.checkers.prefetch import Prefetch
 from fsdp_sim.checkers.races import Races
@@ -19,6 +20,7 @@ CHECKERS: dict[str, Callable[[Words], Checker]] = {
     "races": Races,
     "lifetime": Lifetime,
     "collective_match": CollectiveMatch,
+    "liveness": Liveness,
     "capture": Capture,
     "rest": Rest,
     "prefetch": Prefetch,

@@ -1,123 +1,137 @@
-"""Liveness: when nobody can run - is it a deadlock on hardware too, and who is missing."""
+"""Liveness: device ops that must wait for each other for ever, found when the last one is issued."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from fsdp_sim.checkers.device_graph import POINT_TO_POINT, DeviceGraph, Edge, channel_of
+from fsdp_sim.checkers.words import Words
+from fsdp_sim.clock import Clock, Clocks
 from fsdp_sim.errors import Finding
+from fsdp_sim.op import Call, Kind, Op
+
+BATCH_HINT = (
+    "a send and a recv that are issued one by one wait for their peer on the device; "
+    "issue them together with torch.distributed.batch_isend_irecv"
+)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One rank's issued part of an operation that is not complete.
+class Liveness:
+    """Device ops that wait for each other for ever are found when the last of them is issued.
 
-    Attributes:
-        operation: which operation, as an index into the operations.
-        after: operations whose part on this rank's device must be done before this part starts.
+    Three rules: a cycle of stream order and communicator order never completes (Deadlock);
+    collectives of several communicators must be submitted in one order on all ranks unless their order
+    is no matter of chance (Deadlock); those that nothing orders on a device may block each other
+    (PossibleDeadlock, a notice).
     """
 
-    operation: int
-    rank: int
-    after: tuple[int, ...]
+    kinds = frozenset({Kind.COLLECTIVE})
+
+    def __init__(self, words: Words) -> None:
+        self._words = words
+        self._streams: DeviceGraph | None = None
+        self._submission: DeviceGraph | None = None
+        self._latest: dict[int, dict[int, dict[Any, Op]]] = {}
+
+    def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
+        """Take one issued operation in."""
+        call = op.call
+        if call is None or len(call.group) < 2:
+            return ()
+        found = self._cycle(op, call, clocks.of(op.stream))
+        if found is None:
+            found = self._unordered(op, call, clocks.of(op.stream))
+        return () if found is None else (found,)
+
+    def on_end(self) -> Iterable[Finding]:
+        """Return nothing: what a stored trace does not hold may have been cut off."""
+        return ()
+
+    def _cycle(self, op: Op, call: Call, clock: Clock) -> Finding | None:
+        edges = self._closes(self._graph("_streams", op.rank, is_serial=False), op, call, clock)
+        if edges:
+            return self._deadlock(
+                edges, "operations wait for each other on their devices, in a cycle"
+            )
+        if call.name in POINT_TO_POINT:
+            return None
+        edges = self._closes(self._graph("_submission", op.rank, is_serial=True), op, call, clock)
+        if not edges:
+            return None
+        return self._deadlock(
+            edges,
+            "collectives of several communicators must be submitted in one order on all ranks, "
+            "and nothing else orders them",
+        )
+
+    def _graph(self, name: str, rank: int, *, is_serial: bool) -> DeviceGraph:
+        graph: DeviceGraph | None = getattr(self, name)
+        if graph is None:
+            graph = DeviceGraph(0, is_serial=is_serial)
+            setattr(self, name, graph)
+        while len(graph.unfinished) <= rank:
+            graph.unfinished.append([])
+        return graph
+
+    def _closes(self, graph: DeviceGraph, op: Op, call: Call, clock: Clock) -> list[Edge]:
+        launch = graph.issue(
+            op.rank,
+            call,
+            clock,
+            op.stream,
+            annotation=op.annotation,
+            op=op,
+        )
+        edges = graph.cycle(launch)
+        if not edges:
+            graph.settle(launch)
+        return edges
+
+    def _deadlock(self, edges: Sequence[Edge], message: str) -> Finding:
+        ops = [op for edge in edges for op in (edge.earlier_op, edge.later_op) if op is not None]
+        is_messages = all(op.call is not None and op.call.name in POINT_TO_POINT for op in ops)
+        hints = (BATCH_HINT,) if is_messages else ()
+        return Finding(
+            kind="Deadlock",
+            message=message,
+            ops=tuple(dict.fromkeys(self._words.site(op) for op in ops)),
+            detail=(*(edge.describe() for edge in edges), *hints),
+            ranks=tuple(dict.fromkeys(edge.rank for edge in edges)),
+        )
+
+    def _unordered(self, op: Op, call: Call, clock: Clock) -> Finding | None:
+        """Look for work of another communicator that may run on the device at the same time."""
+        streams = self._latest.setdefault(op.rank, {})
+        channel = channel_of(call)
+        found = None
+        for stream, channels in streams.items():
+            for other_channel, other in channels.items():
+                if found is None and other_channel != channel and clock.get(stream, 0) < other.tick:
+                    found = self._may_block(other, op)
+        streams.setdefault(op.stream, {})[channel] = op
+        return found
+
+    def _may_block(self, first: Op, second: Op) -> Finding | None:
+        assert first.call is not None
+        assert second.call is not None
+        shared = set(first.call.group) & set(second.call.group)
+        if (
+            len(shared) < 2
+            or first.call.name in POINT_TO_POINT
+            or second.call.name in POINT_TO_POINT
+        ):
+            return None
+        return Finding(
+            kind="PossibleDeadlock",
+            message=(
+                f"rank {first.rank}: nothing orders {_name(first.call)} and {_name(second.call)} on the "
+                f"device, and ranks {sorted(shared)} take part in both: on a device that cannot run both "
+                "at once they may block each other"
+            ),
+            ops=(self._words.site(first), self._words.site(second)),
+            detail=("an event or a stream wait between them on every rank orders them",),
+            ranks=(first.rank,),
+        )
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A collective or point-to-point operation that is not complete, or a store key not yet set.
-
-    Attributes:
-        missing: ranks that must all still issue it.
-        any_of: ranks of which one is enough (those who could set a store key).
-    """
-
-    describe: str
-    missing: tuple[int, ...]
-    any_of: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Stand:
-    """Where a rank's host stands.
-
-    Attributes:
-        is_ended: its program has returned or raised.
-        is_host_wait: hardware would stop its host here too.
-        waits_for: operations that must complete before it goes on.
-        describe: in words: what it waits for, and where.
-    """
-
-    rank: int
-    is_ended: bool
-    is_host_wait: bool
-    waits_for: tuple[int, ...]
-    describe: str
-
-
-def judge(operations: list[Operation], parts: list[Part], stands: list[Stand]) -> Finding | None:
-    """Return the deadlock, or None when hardware would go on where the simulator cannot.
-
-    An operation cannot complete on hardware if one of its ranks has ended without issuing it, if a
-    rank that must still issue it waits on its host for an operation that cannot complete, or if its part
-    on some device is queued behind an operation that cannot complete.  Everything else might go on:
-    the fixed point below starts from "nothing can complete" and lets go of what could.
-    """
-    by_rank = {stand.rank: stand for stand in stands}
-    blocked = set(range(len(operations)))
-    changed = True
-    while changed:
-        changed = False
-        for index in sorted(blocked):
-            if _may_complete(index, operations, parts, by_rank, blocked):
-                blocked.discard(index)
-                changed = True
-    if not blocked:
-        return None
-    return _report(operations, sorted(blocked), stands)
-
-
-def _may_complete(
-    index: int,
-    operations: list[Operation],
-    parts: list[Part],
-    by_rank: dict[int, Stand],
-    blocked: set[int],
-) -> bool:
-    operation = operations[index]
-
-    def goes_on(rank: int) -> bool:
-        stand = by_rank[rank]
-        return not stand.is_ended and not (stand.is_host_wait and _is_stuck(stand, blocked))
-
-    if not all(goes_on(rank) for rank in operation.missing):
-        return False
-    if operation.any_of and not any(goes_on(rank) for rank in operation.any_of):
-        return False
-    return not any(
-        part.operation == index and any(earlier in blocked for earlier in part.after)
-        for part in parts
-    )
-
-
-def _is_stuck(stand: Stand, blocked: set[int]) -> bool:
-    return any(operation in blocked for operation in stand.waits_for)
-
-
-def _report(operations: list[Operation], blocked: list[int], stands: list[Stand]) -> Finding:
-    absent: dict[int, int] = {}
-    for index in blocked:
-        for rank in operations[index].missing:
-            absent[rank] = absent.get(rank, 0) + 1
-    laggards = sorted(absent, key=lambda rank: (-absent[rank], rank))
-    order = {rank: position for position, rank in enumerate(laggards)}
-    ordered = sorted(stands, key=lambda s: (order.get(s.rank, len(order)), s.rank))
-    missing = f"missing: rank{'s' if len(laggards) > 1 else ''} {', '.join(map(str, laggards))}"
-    cycle = "the operations wait for each other in a cycle"
-    return Finding(
-        kind="Deadlock",
-        message="no rank can go on; " + (missing if laggards else cycle),
-        detail=tuple(f"rank {stand.rank} {stand.describe}" for stand in ordered)
-        + tuple(
-            f"never completes: {operations[i].describe}"
-            + (f", not issued by {list(operations[i].missing)}" if operations[i].missing else "")
-            for i in blocked
-        ),
-        ranks=tuple(stand.rank for stand in ordered),
-    )
+def _name(call: Call) -> str:
+    return f"{call.name} of group {call.group_name!r}"

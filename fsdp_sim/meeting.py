@@ -1,0 +1,241 @@
+"""Meeting: where the parts of one operation meet, and how values reach what waits for them.
+
+Values move as soon as all parts are issued and their inputs are there; when hardware would have moved
+them is judged apart, by the device graph.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fsdp_sim import patches
+from fsdp_sim.checkers.device_graph import DeviceGraph, Launch
+from fsdp_sim.collectives import Compute
+from fsdp_sim.errors import RunError
+from fsdp_sim.memory import StorageRecord
+from fsdp_sim.op import Access, Call, Source
+from fsdp_sim.tensors import overlaps
+from fsdp_sim.world import Rank
+
+if TYPE_CHECKING:
+    from fsdp_sim.machine import Machine
+
+Geometry = tuple[Any, int, tuple[int, ...], tuple[int, ...]]
+"""dtype, storage offset, sizes and strides: what makes a tensor of a storage."""
+
+
+class Wire:
+    """What the ranks of a world share: where parts meet, and what their devices can complete.
+
+    Attributes:
+        meetings: those that some rank has not joined yet.
+        graph: every issued operation that is not complete on the devices.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.meetings: dict[Any, Meeting] = {}
+        self.graph = DeviceGraph(world_size)
+
+
+class Pending:
+    """Work whose values are still to come: a part of an operation, or a deferred operator.
+
+    Attributes:
+        stream: where it runs, at ``tick``.
+        unit: the same object for all entries of a batch, which run at once.
+        waits_for: what must have its values first.
+        dependents: what waits for it.
+        waiters: ranks that are parked for it.
+        is_ready: its inputs have been read, so that they may be overwritten.
+        is_done: its outputs are written.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dependents",
+        "is_done",
+        "is_ready",
+        "machine",
+        "records",
+        "stream",
+        "tick",
+        "unit",
+        "waiters",
+        "waits_for",
+    )
+
+    def __init__(self, machine: "Machine", stream: int, unit: object) -> None:
+        self.machine = machine
+        self.stream = stream
+        self.tick = machine.clocks.of(stream).get(stream, 0) + 1
+        self.unit = unit
+        self.records: list[StorageRecord] = []
+        self.waits_for: list[Pending] = []
+        self.dependents: list[Pending] = []
+        self.waiters: list[Rank] = []
+        self.is_ready = False
+        self.is_done = False
+
+    def note(self, record: StorageRecord, access: Access) -> None:
+        """Mark bytes as read or written by this; it runs after what is pending on them and ordered.
+
+        Called before its op is emitted, so that the clock of its stream says what is ordered before it.
+        What is not ordered before it is a race, which the checkers report.
+        """
+        clock = self.machine.clocks.of(self.stream)
+        for other, lo, hi, writes in record.pending:
+            conflicts = (access.write or writes) and lo < access.hi and access.lo < hi
+            still_needed = writes or not other.is_ready
+            is_before = clock.get(other.stream, 0) >= other.tick and other.unit is not self.unit
+            if conflicts and still_needed and is_before and other not in self.waits_for:
+                self.waits_for.append(other)
+                other.dependents.append(self)
+        record.pending.append((self, access.lo, access.hi, access.write))
+        self.records.append(record)
+
+    def proceed(self) -> "Sequence[Pending]":
+        """All that it waited for is there: go on, and return what is done by that."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Its outputs are written: nobody needs to wait for it any more."""
+        self.is_done = True
+        for record in self.records:
+            record.pending = [entry for entry in record.pending if entry[0] is not self]
+        self.records = []
+        for rank in self.waiters:
+            rank.wake()
+        self.waiters = []
+
+    def describe(self) -> str:
+        """Return it in words, for reports."""
+        raise NotImplementedError
+
+
+def settle(pending: Pending) -> None:
+    """Go on with what waits for nothing, then with what waited for that, and so on."""
+    if pending.waits_for:
+        return
+    done = deque(pending.proceed())
+    while done:
+        current = done.popleft()
+        current.finish()
+        for dependent in current.dependents:
+            dependent.waits_for.remove(current)
+            if not dependent.waits_for:
+                done.extend(dependent.proceed())
+        current.dependents = []
+
+
+class Part(Pending):
+    """One rank's part of an operation that has been issued.
+
+    Takes its inputs' values once they are there, and holds its outputs weakly: the program may drop
+    them.  ``stash`` holds the tensors of an asynchronous one until it is waited for, as NCCL does.
+    """
+
+    __slots__ = ("call", "inputs", "launch", "meeting", "outputs", "source", "stash", "values")
+
+    def __init__(
+        self, machine: "Machine", stream: int, unit: object, meeting: "Meeting", call: Call
+    ) -> None:
+        super().__init__(machine, stream, unit)
+        self.meeting = meeting
+        self.call = call
+        self.source: Source | None = None
+        self.launch: Launch
+        self.inputs: list[Tensor] = []
+        self.values: list[Any] = []
+        self.outputs: list[tuple[weakref.ref[Any], Geometry]] = []
+        self.stash: list[Tensor] | None = None
+
+    def take(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], extra: list[Any]) -> None:
+        """Remember what to read and write when the time comes."""
+        self.inputs = [tensor.detach() for tensor in inputs]
+        self.outputs = [(weakref.ref(out.untyped_storage()), geometry_of(out)) for out in outputs]
+        self.values = extra
+
+    def proceed(self) -> Sequence[Pending]:
+        """Take the inputs' values and meet the others."""
+        with patches.below_dispatch():
+            self.values = [tensor.clone() for tensor in self.inputs] + self.values
+        self.inputs = []
+        self.is_ready = True
+        return self.meeting.complete_if_all_here()
+
+    def write(self, results: Sequence[Tensor]) -> None:
+        """Write the outputs that are still alive."""
+        for (storage_ref, geometry), result in zip(self.outputs, results, strict=True):
+            storage = storage_ref()
+            if storage is not None and storage.nbytes():
+                out = tensor_of(storage, geometry)
+                out.copy_(result.reshape(out.shape))
+        self.values = []
+
+    def describe(self) -> str:
+        """Return the operation and where this rank issued it."""
+        operation = next(
+            each for each in self.launch.operations if each.call.name == self.call.name
+        )
+        return operation.describe() + (f" issued at {self.source}" if self.source else "")
+
+
+class Meeting:
+    """The k-th operation of a group: where its ranks' parts meet."""
+
+    __slots__ = ("compute", "missing_count", "parts")
+
+    def __init__(self, size: int, compute: Compute) -> None:
+        self.compute = compute
+        self.parts: list[Part | None] = [None] * size
+        self.missing_count = size
+
+    def join(self, position: int, part: Part) -> None:
+        """A rank has issued its part."""
+        assert self.parts[position] is None
+        self.parts[position] = part
+        self.missing_count -= 1
+
+    def complete_if_all_here(self) -> list[Part]:
+        """Move the bytes once all parts have their values; return the parts if so."""
+        parts = [part for part in self.parts if part is not None and part.is_ready]
+        if len(parts) < len(self.parts):
+            return []
+        with patches.below_dispatch():
+            try:
+                results = self.compute([part.values for part in parts])
+                for part, values in zip(parts, results, strict=True):
+                    part.write(values)
+            except Exception as error:
+                _misfit(parts[0], error)
+        return parts
+
+
+def _misfit(part: Part, error: Exception) -> None:
+    part.machine.rank.world.stop(
+        RunError(
+            f"the parts of {part.describe()} do not fit together ({error}); "
+            "run with the checker 'collective_match' to see where they differ"
+        )
+    )
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return what makes the tensor of its storage."""
+    return (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+
+
+def tensor_of(storage: Any, geometry: Geometry) -> Tensor:
+    """Return a tensor of the storage with a version counter of its own, so that autograd sees nothing."""
+    return patches.tensor_on(storage, *geometry)
+
+
+def poison(outputs: Sequence[Tensor], accesses: Sequence[Access], reads: Sequence[Access]) -> None:
+    """Fill outputs that are no inputs with NaN until the operation is complete."""
+    with patches.below_dispatch():
+        for tensor, access in zip(outputs, accesses, strict=True):
+            if tensor.is_floating_point() and not any(overlaps(access, read) for read in reads):
+                tensor.detach().fill_(float("nan"))

@@ -1,0 +1,165 @@
+"""Work: handles of issued operations, and Futures of them, with NCCL's meaning."""
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from fsdp_sim import patches
+from fsdp_sim.checkers.device_graph import Launch
+from fsdp_sim.machine import Machine
+from fsdp_sim.meeting import Part
+from fsdp_sim.op import Kind
+from fsdp_sim.streams import new_stream, set_stream
+
+
+class Work(dist.Work):
+    """A handle of an issued operation, or of a batch.
+
+    ``wait`` orders the current stream after it and does not block the host, as with NCCL; only a
+    barrier blocks.  An operation inside a coalescing manager is issued at its end: until then its
+    handle has no launch, and waiting for it does nothing.
+
+    Attributes:
+        launch: the device op behind it.
+        event: recorded behind it on its stream; -1 for a synchronous one, which needs none.
+        outputs: of an asynchronous one, until it is waited for.
+    """
+
+    def __init__(self, machine: Machine, *, is_host: bool = False) -> None:
+        super().__init__()
+        self.machine = machine
+        self.is_host = is_host
+        self.launch: Launch | None = None
+        self.event = -1
+        self.parts: list[Part] = []
+        self.outputs: list[Tensor] = []
+
+    def join(self) -> None:
+        """Order the current stream after the operation and let go of its tensors."""
+        machine = self.machine
+        if self.event >= 0:
+            stream = machine.current_stream_id()
+            machine.emit(Kind.WAIT_EVENT, "work.wait", stream, other=self.event)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep nothing alive any more."""
+        for part in self.parts:
+            part.stash = None
+        self.parts, self.outputs = [], []
+        self.machine.works.pop(self, None)
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002  a world has no time
+        """Join; for a barrier the host stops until everybody is here."""
+        self.join()
+        if self.is_host and self.launch is not None:
+            machine = self.machine
+            machine.host_wait({self.launch.stream: self.launch.tick}, "barrier")
+            machine.emit(Kind.HOST_WAIT_EVENT, "barrier", -1, other=self.event)
+        return True
+
+    def synchronize(self) -> None:
+        """Join."""
+        self.join()
+
+    def block_current_stream(self) -> None:
+        """Join."""
+        self.join()
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with it, as far as the host can know."""
+        machine, launch = self.machine, self.launch
+        machine.rank.reach("poll")
+        if launch is None or not launch.is_done:
+            return False
+        if machine.clocks.host.get(launch.stream, 0) >= launch.tick:
+            return True
+        return machine.rank.world.choose_yes("is_completed", machine.rank.index)
+
+    def is_success(self) -> bool:
+        """Whether it completed: nothing fails here without ending the run."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """Return None: nothing fails here without ending the run."""
+        return
+
+    def result(self) -> list[Tensor]:
+        """Return the output tensors of an asynchronous operation that was not waited for."""
+        return self.outputs
+
+    def get_future(self) -> Any:
+        """Return a Future that is complete, and whose ``wait`` joins (as NCCL's does)."""
+        future = WorkFuture()
+        future.machine = self.machine
+        future.events = [self.event] if self.event >= 0 else []
+        future.set_result(self.outputs)
+        if is_from_cpp():
+            if self.machine.joins_futures_at_once:
+                self.join()
+            else:
+                join_before_backward_ends(self.machine, future)
+                self.let_go()
+        return future
+
+
+class WorkFuture(Future):  # type: ignore[type-arg]
+    """A completed Future that carries the events of the work behind it."""
+
+    events: list[int]
+    machine: Machine
+
+    def join(self) -> None:
+        """Order the current stream after the work."""
+        stream = self.machine.current_stream_id()
+        for event in self.events:
+            self.machine.emit(Kind.WAIT_EVENT, "future.wait", stream, other=event)
+
+    def wait(self) -> Any:
+        """Join the current stream and return the value."""
+        self.join()
+        return super().wait()
+
+    def then(self, callback: Any) -> Any:
+        """Run ``callback`` on a stream of its own, after the work; return its Future."""
+        machine = self.machine
+        stream, outer = new_stream("future.then"), machine.stream
+        stream_id, outer_id = machine.stream_id(stream), machine.stream_id(outer)
+        chained = WorkFuture()
+        chained.machine = machine
+        machine.emit(Kind.WAIT_STREAM, "future.then", stream_id, other=outer_id)
+        set_stream(machine, stream)
+        try:
+            self.join()
+            chained.set_result(callback(self))
+        except Exception as error:
+            chained.set_exception(error)  # type: ignore[arg-type]
+        finally:
+            set_stream(machine, outer)
+        chained.events = [machine.new_event_id()]
+        machine.emit(Kind.RECORD_EVENT, "future.then", stream_id, other=chained.events[0])
+        return chained
+
+
+def is_from_cpp() -> bool:
+    """Whether C++ inside a backward called us: no Python frame of c10d stands in between."""
+    frame = sys._getframe(2)
+    while frame is not None and "/fsdp_sim/" in frame.f_code.co_filename:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_filename.endswith("autograd/graph.py")
+
+
+def join_before_backward_ends(machine: Machine, future: WorkFuture) -> None:
+    """C++ will wait for a Future that we cannot observe: join it in a callback queued before its."""
+    if not machine.cpp_futures:
+
+        def join_all() -> None:
+            futures, machine.cpp_futures = machine.cpp_futures, []
+            for each in futures:
+                each.join()
+
+        patches.queue_backward_callback(join_all)
+    machine.cpp_futures.append(future)
