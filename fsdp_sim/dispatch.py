@@ -114,19 +114,11 @@ def _handler_of(schema: patches.Schema, writes: dict[str, bool]) -> Handler:
         return _run_collective
     if schema.namespace in ("_c10d_functional", "_c10d_functional_autograd", "_dtensor"):
         return _run_untouched if name.startswith(("wait_tensor", "_wrap")) else _run_functional
-    if schema.namespace == "profiler":
-        return _run_untouched
-    if name == "lift_fresh":
-        return _run_lift
-    if name in host_reads.READS_VALUE:
-        return _run_host_read
-    if name in host_reads.READS_SIZE or schema.full_name in host_reads.READS_SIZE:
-        return _run_sized_by_values
-    if schema.full_name in host_reads.INDEXES:
-        return _run_indexing
-    if name == "copy_":
-        return _run_copy
-    if name in VIEWS or (schema.returns_alias and not any(writes.values())):
+    special = _SPECIAL.get(schema.full_name) or _SPECIAL.get(name)
+    if special is not None:
+        return special
+    moves_nothing = schema.returns_alias and not any(writes.values())
+    if moves_nothing or name in VIEWS or schema.namespace == "profiler":
         return _run_untouched
     return _run_op
 
@@ -263,6 +255,16 @@ def _run_later(
 
 _WAITS_FIRST = frozenset((_run_host_read, _run_sized_by_values))
 """Handlers that wait for their stream, which covers the values that they need."""
+
+
+_SPECIAL: dict[str, Handler] = {
+    "lift_fresh": _run_lift,
+    "copy_": _run_copy,
+    **dict.fromkeys(host_reads.READS_VALUE, _run_host_read),
+    **dict.fromkeys(host_reads.READS_SIZE, _run_sized_by_values),
+    **dict.fromkeys(host_reads.INDEXES, _run_indexing),
+}
+"""Handlers of operators, by name with or without their overload."""
 
 
 def _run_on_host(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ def masks_of(name: str, args: Any, memory: Memory) -> list[Tensor]:
     ]
     masks = [mask for mask in masks if not memory.record_of(mask).is_host]
     if masks and name != "index.Tensor":
-        value, accumulates = args[2], len(args) > 3 and args[3]  # noqa: PLR2004  by the schema
+        value, accumulates = args[2], len(args) > 3 and args[3]
         if value.numel() == 1 and memory.record_of(value).is_host and not accumulates:
             return []
     return masks
@@ -61,13 +61,13 @@ def masks_of(name: str, args: Any, memory: Memory) -> list[Tensor]:
 def waits_for_sizes(name: str, args: Any, kwargs: Any) -> bool:
     """Whether the host waits for the sizes of this call; a given output size makes it unnecessary."""
     return name != "repeat_interleave.Tensor" or (
-        len(args) < 2 and kwargs.get("output_size") is None  # noqa: PLR2004
+        len(args) < 2 and kwargs.get("output_size") is None
     )
 
 
 def is_copy_to_host(args: Any, kwargs: Any, memory: Memory) -> bool:
     """Whether a ``copy_`` stops the host: from the device to a tensor of the host's."""
-    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)  # noqa: PLR2004
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if non_blocking:
         return False
     return memory.record_of(args[0]).is_host and not memory.record_of(args[1]).is_host
