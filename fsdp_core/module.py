@@ -6,8 +6,8 @@ One `ShardedUnit` is shared by the modules of one `fully_shard` call. Its verbs 
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -322,6 +322,34 @@ class ShardedUnit:
         with accelerator.on_stream(self.context.allgather_stream):
             for group in self._transient:
                 group.reshard()
+
+    @contextmanager
+    def hidden_parameters(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Take the parameters out of the modules while `nn.Module._apply` goes through these.
+
+        Why: it replaces each parameter's contents, which would part it from the buffers.
+
+        Raises:
+            StateError: `fn` changes device or dtype.
+        """
+        for group in self.groups:
+            before = group.main_weight.flat[:0]
+            after = fn(before)
+            if (after.dtype, after.device) != (before.dtype, before.device):
+                msg = (
+                    f"sharded parameters keep their device and dtype, got a conversion of unit "
+                    f"{self.name!r} from {before.dtype} on {before.device} to {after.dtype} on "
+                    f"{after.device}; convert before fully_shard, or use MixedPrecisionPolicy"
+                )
+                raise StateError(msg, fqn=self.fqn)
+        held = [(registry, name, registry[name]) for registry, name, _, _ in self._swaps]
+        for registry, name, _ in held:
+            registry[name] = None
+        try:
+            yield
+        finally:
+            for registry, name, parameter in held:
+                registry[name] = parameter
 
     # -- driven by hand ----------------------------------------------------------------------
 
@@ -754,6 +782,15 @@ class FsdpModule:
     def register_post_backward_hook(self, callback: Callable[[nn.Module], None]) -> None:
         """Have `callback` called with the unit's first module when a backward of it is over."""
         self.fsdp_unit.callbacks.append(callback)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - the signature of nn.Module
+        """Move or convert what is not sharded; sharded parameters must stay as they are.
+
+        Raises:
+            StateError: the change would give sharded parameters another device or dtype.
+        """
+        with self.fsdp_unit.hidden_parameters(fn):
+            return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "FsdpModule":
         """Refuse: a copy would share streams and buffers with the original.
