@@ -1,5 +1,7 @@
 """Lifetime: each rule of reuse both ways, and the checker against a naive one."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +135,41 @@ def test_a_free_without_record_is_fine_where_stream_order_protects(waits: bool, 
     assert [finding.kind for finding in findings] == ["UseAfterFree"] * count
 
 
+def stage_twice(*, waits: bool) -> Ops:
+    """Two rounds of: stream 1 allocates, stream 0 fills, stream 1 reduces and frees."""
+    ops = Ops()
+    for block in (7, 8):
+        ops.alloc(1, block)
+        if waits:
+            ops.wait_stream(0, 1)
+        ops.aten(0, write(block), name="copy_in")
+        ops.wait_stream(1, 0)
+        ops.collective(1, read(block), name="reduce_scatter")
+        ops.free(1, block)
+    return ops
+
+
+def test_another_stream_may_use_new_memory_when_its_old_users_are_done() -> None:
+    """The allocating stream is in order with itself; the stream that fills the block is not."""
+    (finding,) = stage_twice(waits=False).findings("races", "lifetime")
+
+    assert finding.message == (
+        "rank 0: 'copy_in' on stream 0 uses block 8 while 'reduce_scatter' on stream 1"
+        " may still access what its memory held before"
+    )
+    assert stage_twice(waits=True).findings("races", "lifetime") == ()
+
+
+def test_memory_from_a_pool_that_held_nothing_is_fresh() -> None:
+    """No wait is needed for work that never touched the pool."""
+    ops = Ops()
+    ops.aten(1, write(3))
+    ops.alloc(1, 7)
+    ops.aten(0, write(7))
+
+    assert ops.findings("lifetime") == ()
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Ops:
     """A short program whose blocks are allocated, used anywhere and freed."""
@@ -160,34 +197,45 @@ def programs(draw: st.DrawFn) -> Ops:
     return ops
 
 
-def naive_reuses(ops: Ops) -> set[tuple[int, int]]:
-    """Return (block, stream of an access) of every block that some later allocation could corrupt."""
+def naive_reuses(ops: Ops) -> set[tuple[str, int, int]]:
+    """Return (rule, block, stream of its user) of every reuse of memory that is not in order."""
     order = NaiveOrder()
     before = [order.before(op) for op in ops]
-    return {
-        (free.other, use.stream)
-        for alloc in ops
-        if alloc.kind is Kind.ALLOC
-        for free in ops[: alloc.index]
-        if free.kind is Kind.FREE and free.stream == alloc.stream
-        for use in ops[: free.index]
-        if use.kind is Kind.ATEN
-        and use.accesses[0].storage == free.other
-        and use.stream != free.stream
-        and use.index not in before[alloc.index]
-        and not any(
-            op.kind is Kind.RECORD_STREAM and op.other == free.other and op.stream == use.stream
-            for op in ops[: free.index]
-        )
-    }
+    uses = [op for op in ops if op.kind is Kind.ATEN]
+    found: set[tuple[str, int, int]] = set()
+    for alloc in (op for op in ops if op.kind is Kind.ALLOC):
+        for free in ops[: alloc.index]:
+            if free.kind is not Kind.FREE or free.stream != alloc.stream:
+                continue
+            for use in (op for op in uses if op.accesses[0].storage == free.other):
+                is_recorded = any(
+                    op.kind is Kind.RECORD_STREAM
+                    and (op.other, op.stream) == (free.other, use.stream)
+                    for op in ops[: free.index]
+                )
+                if use.stream != free.stream and is_recorded:
+                    continue
+                if use.stream != free.stream and use.index not in before[alloc.index]:
+                    found.add(("late", free.other, use.stream))
+                found |= {
+                    ("early", alloc.other, later.stream)
+                    for later in uses
+                    if later.accesses[0].storage == alloc.other
+                    and later.stream not in (alloc.stream, use.stream)
+                    and use.index not in before[later.index]
+                }
+    return found
 
 
 @given(programs())
 def test_every_block_that_could_be_corrupted_is_found_and_no_other(ops: Ops) -> None:
-    """Judging at the next allocation alone agrees with judging at all later ones."""
-    found = {
-        (int(finding.message.split()[3]), int(finding.ops[0].stream.split()[1]))
-        for finding in ops.findings("lifetime")
-    }
+    """Judging each block once agrees with comparing all uses of all memory of a pool."""
+    found: set[tuple[str, int, int]] = set()
+    for finding in ops.findings("lifetime"):
+        block = re.search(r"block (\d+)", finding.message)
+        assert block is not None
+        is_late = "allocates again" in finding.message
+        user = finding.ops[0 if is_late else 1].stream.split()[1]
+        found.add(("late" if is_late else "early", int(block[1]), int(user)))
 
     assert found == naive_reuses(ops)
