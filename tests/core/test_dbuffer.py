@@ -180,6 +180,8 @@ BODIES_OF_4: list[Body] = [
     partly_reduced,
     whole_tensors,
     whole_blocks,
+    refilled_storage,
+    cast_into_own_slice,
 ]
 
 
