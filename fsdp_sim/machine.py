@@ -61,6 +61,7 @@ class Machine:
         wire: what it shares with the machines of the other ranks.
         communicators: its view of each process group that it has used, by group.
         incarnations: how many groups it has made, by name.
+        has_adopted_group: its program has called init_process_group.
         works: handles of asynchronous operations that nobody has waited for, in order of issue.
         must_defer: the operator that is being issued goes on without the values that it needs.
         ranges: open record_function ranges, outermost first, each with the label outside it.
@@ -89,6 +90,8 @@ class Machine:
         self.functional_depth = 0
         self.communicators: dict[Any, Communicator] = {}
         self.incarnations: dict[str, int] = {}
+        self.has_adopted_group = False
+        self.init_count = 0
         self.works: dict[Work, None] = {}
         self.last_work: Work | None = None
         self.premultiplier: Any = None

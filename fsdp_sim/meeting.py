@@ -23,7 +23,7 @@ from fsdp_sim.world import Rank
 if TYPE_CHECKING:
     from fsdp_sim.machine import Machine
 
-Geometry = tuple[Any, int, tuple[int, ...], tuple[int, ...]]
+Geometry = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
 """dtype, storage offset, sizes and strides: what makes a tensor of a storage."""
 
 
@@ -33,9 +33,11 @@ class Wire:
     Attributes:
         meetings: those that some rank has not joined yet.
         graph: every issued operation that is not complete on the devices.
+        store: the world's key-value store.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, store: Any) -> None:
+        self.store = store
         self.meetings: dict[Any, Meeting] = {}
         self.graph = DeviceGraph(world_size)
 

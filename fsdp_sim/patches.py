@@ -9,7 +9,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,10 @@ import torch.distributed.distributed_c10d as c10d
 import torch._dynamo  # isort: skip
 import torch.distributed.nn.functional  # isort: skip
 import torch.utils._python_dispatch as python_dispatch
-from torch._C._distributed_c10d import FakeProcessGroup, ProcessGroup, ReduceOp
+from torch._C._distributed_c10d import Backend, FakeProcessGroup, ReduceOp
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
+from torch._C._distributed_c10d import Store as Store
 
 BACKEND = "sim"
 MISSING = object()
@@ -51,6 +54,24 @@ class Patches:
             return
         setattr(owner, name, value)
         self._undo.append(lambda: delattr(owner, name))
+
+    def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by what ``wrapper`` makes of it, if this version has it."""
+        if hasattr(owner, name):
+            self.replace(owner, name, wrapper(getattr(owner, name)))
+
+    def replace_wrapped(self, function: Any, wrapper: Callable[[Any], Any]) -> None:
+        """Replace what a decorated function calls in the end.
+
+        Names that were bound to the function before, by an import in a test or inside PyTorch, see it
+        too, which a replacement of one module's attribute would not give.
+        """
+        while hasattr(function.__wrapped__, "__wrapped__"):
+            function = function.__wrapped__
+        original = function.__wrapped__
+        (cell,) = (each for each in function.__closure__ if each.cell_contents is original)
+        cell.cell_contents = wrapper(original)
+        self._undo.append(lambda: setattr(cell, "cell_contents", original))
 
     def on_exit(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the replacements are undone."""
@@ -175,9 +196,9 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     return tuple(sorted(by_global, key=lambda rank: by_global[rank]))
 
 
-def start_default_group(rank: int, world_size: int, store: Any) -> None:
-    """Give a rank its default process group."""
-    dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=store)
+def new_local_group(ranks: list[int], desc: str | None) -> Any:
+    """Make a group that only its own ranks make."""
+    return c10d._new_group_with_tag(ranks, use_local_synchronization=True, group_desc=desc)
 
 
 def drop_groups() -> None:
@@ -192,6 +213,50 @@ def premultiplier_of(options: Any) -> Any:
         return reduce_op.factor
     return None
 
+
+INIT_PROCESS_GROUP = c10d.init_process_group
+NEW_GROUP = c10d.new_group
+SPLIT_GROUP = c10d.split_group
+MONITORED_BARRIER_OWNERS = (c10d, dist)
+DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
+
+
+def refuse_unseen_collectives(undo: Patches, refuse: Callable[..., None]) -> None:
+    """Let collectives that no rank's dispatch mode sees, which FakeProcessGroup would skip, raise.
+
+    They come from threads of the program, and from process groups and backends built by hand.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns once that a kernel is overridden
+        for name in names:
+            library.impl(name.removeprefix("c10d::"), refuse, "CPU", allow_override=True)
+    undo.on_exit(library._destroy)
+    for name in BACKEND_METHODS:
+        undo.replace(Backend, name, refuse)
+
+
+BACKEND_METHODS = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+)
 
 METHODS_WITH_REDUCE_OP = (
     "allreduce",
@@ -246,6 +311,30 @@ def node_of(tensor: torch.Tensor) -> Any:
 def address_of(value: Any) -> int:
     """Return the address of a tensor's implementation, which outlives its Python half; 0 for others."""
     return value._cdata if isinstance(value, torch.Tensor) else 0
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage's implementation, shared by all tensors on it."""
+    return storage._cdata
+
+
+def saved_for_backward(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that the graph behind a tensor keeps."""
+    stack, seen = [tensor.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        for name in ("saved_tensors", *names):
+            with suppress(RuntimeError, AttributeError):  # released already, or no such thing
+                value = getattr(node, name)
+                values = value if isinstance(value, (tuple, list)) else (value,)
+                yield from (each for each in values if type(each) in PLAIN_TENSORS)
+        if hasattr(node, "variable"):
+            yield node.variable
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -383,7 +472,9 @@ def outputs_without_values(func: Any, args: Any, kwargs: Any) -> tuple[Any, list
 def _by_argument(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     arguments = func._schema.arguments
     yield from zip(arguments, args, strict=False)
-    yield from ((argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs)
+    yield from (
+        (argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs
+    )
 
 
 def _meta_device(kwargs: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import deferral, patches, process_group, streams
+from fsdp_sim import deferral, groups, patches, streams
 from fsdp_sim import machine as machines
 from fsdp_sim.dispatch import host_read
 from fsdp_sim.tensors import access_of
@@ -19,7 +19,7 @@ def install(undo: patches.Patches) -> None:
     _install_backward(undo)
     _install_host_reads(undo)
     _install_memory(undo)
-    _install_groups(undo)
+    groups.install(undo)
     _install_ranges(undo)
 
 
@@ -162,34 +162,13 @@ def _install_memory(undo: patches.Patches) -> None:
             return original(self, nbytes)
         before = self.nbytes()
         deferral.before_resize(machine, machine.memory.known(self))
+        if nbytes == 0:
+            machine.memory.poison(self)
         out = original(self, nbytes)
         machine.memory.resized(self, before)
         return out
 
     undo.replace(torch.UntypedStorage, "resize_", resize_)
-
-
-def _install_groups(undo: patches.Patches) -> None:
-    for name in patches.METHODS_WITH_REDUCE_OP:
-        method = getattr(patches.ProcessGroup, name, None)
-        if method is not None:
-            undo.replace(patches.ProcessGroup, name, _keeping_factor(method))
-    undo.replace(patches.ProcessGroup, "_start_coalescing", process_group.start_coalescing)
-    undo.replace(patches.ProcessGroup, "_end_coalescing", process_group.end_coalescing)
-
-
-def _keeping_factor(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        machine = machines.current()
-        if machine is not None:
-            options = kwargs.get("opts", args[-1] if args else None)
-            factor = patches.premultiplier_of(options)
-            if factor is not None:
-                machine.premultiplier = factor
-        return original(self, *args, **kwargs)
-
-    return call
 
 
 def _install_ranges(undo: patches.Patches) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import patches, process_group, shims, stuck
+from fsdp_sim import groups, leaks, patches, process_group, shims, stuck
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.dispatch import RankMode
 from fsdp_sim.errors import (
@@ -61,6 +61,7 @@ class Settings:
     step_limit: int = 10_000_000
     trace: bool = False
     poison: bool = False
+    finds_leaks: bool = True
 
 
 class Simulation:
@@ -75,9 +76,8 @@ class Simulation:
             settings.checkers, settings.world_size, now=lambda: self.world.step
         )
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
-        self.wire = Wire(settings.world_size)
+        self.wire = Wire(settings.world_size, WorldStore())
         self.machines: list[Machine] = []
-        self.store = WorldStore()
         self.world = World(
             settings.world_size,
             self._body,
@@ -107,9 +107,20 @@ class Simulation:
             stack.callback(_RUNNING.clear)
             self._prepare_ranks()
             self.world.run()
-            patches.collect_garbage()
+            self._let_go()
         self._judge_end()
         return self._report()
+
+    def _let_go(self) -> None:
+        """Collect the world's garbage; what is still there, the program's results should hold."""
+        for rank in self.world.ranks:
+            rank.host_state.clear()
+        patches.collect_garbage()
+        has_failed = self.world.stop_error or any(rank.error for rank in self.world.ranks)
+        if self.settings.finds_leaks and not has_failed:
+            results = [rank.result for rank in self.world.ranks]
+            for finding in leaks.find(self.machines, (results, self.args, self.fn)):
+                self.analysis.add(finding)
 
     # ------------------------------------------------------------------ one rank
 
@@ -151,7 +162,7 @@ class Simulation:
         machine.select(machine.default_stream)
         try:
             with torch.autograd.set_multithreading_enabled(False), RankMode(machine):
-                patches.start_default_group(rank.index, self.settings.world_size, self.store)
+                groups.start(machine)
                 try:
                     return self.fn(rank.index, *self.args)
                 finally:

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_sim import machine as machines
+from fsdp_sim import patches
 from fsdp_sim.checkers.deadlock import StoreKey
 from fsdp_sim.world import Rank, Wait
 
 
-class WorldStore(dist.Store):
+class WorldStore(patches.Store):
     """All ranks' store; in a world nobody times out, a key that nobody sets is a deadlock."""
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class WorldStore(dist.Store):
         """Return how many keys are set."""
         return len(self._values)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
         """Park until all keys are set."""
         rank = self._reach()
         while missing := tuple(StoreKey(key) for key in keys if key not in self._values):

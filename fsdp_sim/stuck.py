@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fsdp_sim.checkers import deadlock
-from fsdp_sim.checkers.device_graph import Launch
+from fsdp_sim.checkers.device_graph import Launch, Operation
 from fsdp_sim.errors import CannotRunAhead, Finding, OpSite, SimulationError
 from fsdp_sim.machine import Machine
 from fsdp_sim.meeting import Pending
@@ -41,7 +41,7 @@ def cannot_run_ahead(machines: Sequence[Machine]) -> SimulationError:
     )
 
 
-def _operations(machines: Sequence[Machine]) -> Sequence[deadlock.Operation]:
+def _operations(machines: Sequence[Machine]) -> Sequence[Operation]:
     return machines[0].wire.graph.operations()
 
 

@@ -136,7 +136,7 @@ class WorkFuture(Future):  # type: ignore[type-arg]
             self.join()
             chained.set_result(callback(self))
         except Exception as error:
-            chained.set_exception(error)  # type: ignore[arg-type]
+            chained.set_exception(error)
         finally:
             set_stream(machine, outer)
         chained.events = [machine.new_event_id()]
@@ -146,7 +146,7 @@ class WorkFuture(Future):  # type: ignore[type-arg]
 
 def is_from_cpp() -> bool:
     """Whether C++ inside a backward called us: no Python frame of c10d stands in between."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(2)  # noqa: SLF001  the only way to look at callers at this price
     while frame is not None and "/fsdp_sim/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_code.co_filename.endswith("autograd/graph.py")

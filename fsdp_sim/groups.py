@@ -1,0 +1,239 @@
+"""Groups: what torch.distributed's start-up, groups and DDP's hooks mean inside a world."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_sim import machine as machines
+from fsdp_sim import patches, process_group
+from fsdp_sim.machine import Machine
+from fsdp_sim.work import WorkFuture, join_before_backward_ends
+
+BACKENDS = ("gloo", "nccl", patches.BACKEND)
+"""Backends that a program may ask for: each is played by the simulator's own, with NCCL's meaning."""
+
+
+def install(undo: patches.Patches) -> None:
+    """Install what this file says; ``undo`` puts all names back."""
+    undo.replace_wrapped(patches.INIT_PROCESS_GROUP, _init_process_group)
+    undo.replace_wrapped(patches.NEW_GROUP, _new_group)
+    undo.replace_wrapped(patches.SPLIT_GROUP, _split_group)
+    for owner in patches.MONITORED_BARRIER_OWNERS:
+        undo.replace(owner, "monitored_barrier", monitored_barrier)
+    for name in patches.METHODS_WITH_REDUCE_OP:
+        undo.wrap(patches.ProcessGroup, name, _keeping_factor)
+    undo.replace(patches.ProcessGroup, "_start_coalescing", process_group.start_coalescing)
+    undo.replace(patches.ProcessGroup, "_end_coalescing", process_group.end_coalescing)
+    for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+        undo.wrap(patches.DistributedDataParallel, name, _HOOKS[name])
+    patches.refuse_unseen_collectives(undo, _refuse)
+
+
+# ---------------------------------------------------------------------- start-up
+
+
+def _init_process_group(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        machine = machines.current()
+        if machine is None:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        named = bound.arguments
+        check_backend(named["backend"])
+        _check_place(machine, named["rank"], named["world_size"])
+        _check_rest(named)
+        if not dist.is_initialized():
+            return _start(machine, original)
+        if machine.has_adopted_group:
+            raise ValueError("trying to initialize the default process group twice!")
+        machine.has_adopted_group = True
+        return None
+
+    return init_process_group
+
+
+def start(machine: Machine) -> None:
+    """Give a rank its default process group, before its program begins."""
+    dist.init_process_group(patches.BACKEND)
+    machine.has_adopted_group = False
+
+
+def _start(machine: Machine, original: Callable[..., None]) -> None:
+    """Make the default group; every time on keys of its own in the world's store."""
+    machine.init_count += 1
+    original(
+        patches.BACKEND,
+        rank=machine.rank.index,
+        world_size=len(machine.rank.world.ranks),
+        store=patches.PrefixStore(f"start {machine.init_count}", machine.wire.store),
+    )
+    machine.has_adopted_group = True
+
+
+def check_backend(backend: Any) -> None:
+    """Refuse a backend that the simulator does not play.
+
+    Raises:
+        ValueError: a backend other than ``BACKENDS`` or a map of devices to these.
+    """
+    for part in str(backend).lower().split(",") if backend else ():
+        name = part.rsplit(":", 1)[-1].strip()
+        if name not in (*BACKENDS, "undefined"):
+            raise ValueError(
+                f"backend must be None, one of {', '.join(BACKENDS)}, or a map of devices to these "
+                f"in a simulated world, got {str(backend)!r}"
+            )
+
+
+def _check_place(machine: Machine, rank: int, world_size: int) -> None:
+    index, count = machine.rank.index, len(machine.rank.world.ranks)
+    if rank not in (-1, index):
+        raise ValueError(
+            f"init_process_group: rank must be {index}, the simulated rank, got {rank}"
+        )
+    if world_size not in (-1, count):
+        raise ValueError(
+            f"init_process_group: world_size must be {count}, as in the simulated world, "
+            f"got {world_size}"
+        )
+
+
+def _check_rest(named: dict[str, Any]) -> None:
+    if named["store"] is not None and named["init_method"] is not None:
+        raise AssertionError("Cannot specify both init_method and store.")
+    if named.get("_ranks"):
+        raise NotImplementedError("init_process_group(_ranks=...) is not simulated")
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        if machines.current() is None:
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        check_backend(bound.arguments.get("backend"))
+        bound.arguments["backend"] = None
+        return original(*bound.args, **bound.kwargs)
+
+    return new_group
+
+
+def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's own needs an accelerator: here every group can be split."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def split_group(*args: Any, **kwargs: Any) -> Any:
+        machine = machines.current()
+        if machine is None:
+            return original(*args, **kwargs)
+        named = signature.bind(*args, **kwargs).arguments
+        check_backend(named.get("backend"))
+        split_ranks = named.get("split_ranks")
+        if not split_ranks:
+            raise ValueError("split_ranks cannot be None or empty")
+        parent = patches.group_ranks(named.get("parent_pg") or dist.group.WORLD)
+        mine = _own_part(machine.rank.index, parent, split_ranks)
+        return None if mine is None else patches.new_local_group(mine, named.get("group_desc"))
+
+    return split_group
+
+
+def _own_part(
+    rank: int, parent: Sequence[int], split_ranks: Sequence[Sequence[int]]
+) -> list[int] | None:
+    """Return the global ranks of the part that ``rank`` is in; parts are given in the parent's ranks."""
+    for part in split_ranks:
+        if not part:
+            raise ValueError("the split group cannot be empty")
+        if len(part) != len(set(part)):
+            raise ValueError("the split group cannot have duplicate ranks")
+        if max(part) >= len(parent):
+            raise ValueError(
+                f"split_ranks must be ranks of the parent group, 0 to {len(parent) - 1}, got {part}"
+            )
+        global_ranks = [parent[each] for each in sorted(part)]
+        if rank in global_ranks:
+            return global_ranks
+    return None
+
+
+def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002
+    """Wait for all ranks of the group; who is missing is reported, as in every deadlock."""
+    dist.barrier(group)
+
+
+def _keeping_factor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the factor of a premultiplied sum, which the dispatched op no longer shows."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        machine = machines.current()
+        if machine is not None:
+            options = kwargs.get("opts", args[-1] if args else None)
+            machine.premultiplier = patches.premultiplier_of(options)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError(
+        "a collective must be called by a rank's own program, got another thread or a process group "
+        "built by hand; call it on the rank's thread, on a group made with torch.distributed"
+    )
+
+
+# ---------------------------------------------------------------------- DDP's communication hooks
+
+
+def _observing_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's C++ waits for the Future that a hook returns, where nobody sees it: join it for DDP."""
+
+    @functools.wraps(original)
+    def register_comm_hook(self: Any, state: Any, hook: Callable[..., Any]) -> Any:
+        machine = machines.current()
+        if machine is None or not callable(hook):
+            return original(self, state, hook)
+
+        @functools.wraps(hook)
+        def observed(state: Any, bucket: Any) -> Any:
+            future = hook(state, bucket)
+            if isinstance(future, WorkFuture):
+                join_before_backward_ends(machine, future)
+            return future
+
+        return original(self, state, observed)
+
+    return register_comm_hook
+
+
+def _joining_at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's built-in hooks go on in C++ when a Future is complete: it must be joined by then."""
+
+    @functools.wraps(original)
+    def register_builtin(self: Any, comm_hook_type: Any) -> Any:
+        machine = machines.current()
+        if machine is not None:
+            machine.joins_futures_at_once = True
+        return original(self, comm_hook_type)
+
+    return register_builtin
+
+
+_HOOKS = {
+    "register_comm_hook": _observing_hook,
+    "_register_builtin_comm_hook": _joining_at_once,
+}
