@@ -16,7 +16,23 @@ _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _VERSION_PART = re.compile(rf"v{_NUMBER}")
 _WORLD_PART = re.compile(rf"w{_NUMBER}")
 _DEVIATION_PART = re.compile(rf"{_NUMBER}>{_NUMBER}")
-_KNOB_PART = re.compile(r"(?![vw][0-9]+$)[a-z][A-Za-z0-9_.:=@,-]{0,63}")
+_KNOB_PART = re.compile(r"([a-z_]+)((?:[0-9@:=][A-Za-z0-9_.:=@,-]{0,63})?)")
+
+KNOBS = (
+    "seed",
+    "late",
+    "shuffle",
+    "crash",
+    "hang",
+    "delay",
+    "drop",
+    "duplicate",
+    "corrupt",
+    "out_of_memory",
+    "store_failure",
+    "torn_write",
+)
+"""Names of settings that a schedule may hold; a number or the place of a fault may follow."""
 
 
 class Deviation(NamedTuple):
@@ -88,8 +104,11 @@ class Schedule:
         if len(self.knobs) > KNOBS_MAX:
             raise ConfigError(f"a schedule holds {KNOBS_MAX} knobs at most, got {len(self.knobs)}")
         for position, knob in enumerate(self.knobs):
-            if not _KNOB_PART.fullmatch(knob):
-                raise ConfigError(f"a schedule's knob must be a name such as 'seed7', got {knob!r}")
+            match = _KNOB_PART.fullmatch(knob)
+            if match is None or match[1] not in KNOBS:
+                raise ConfigError(
+                    f"a schedule's knobs must be among {', '.join(KNOBS)}, got {knob!r}"
+                )
             if knob in self.knobs[:position]:
                 raise ConfigError(f"a schedule must name each knob once, got {knob!r} twice")
 
@@ -140,7 +159,7 @@ def _split(parts: list[str]) -> tuple[tuple[str, ...], tuple[Deviation, ...]]:
         match = _DEVIATION_PART.fullmatch(part)
         if match is not None:
             deviations.append(Deviation(int(match[1]), int(match[2])))
-        elif deviations or not _KNOB_PART.fullmatch(part):
+        elif deviations or not part[:1].isalpha():
             raise ConfigError(
                 "a schedule's parts must be knobs such as 'seed7', then deviations such as '17>2',"
                 f" got {part!r}"

@@ -48,6 +48,8 @@ def test_a_line_is_version_world_knobs_and_deviations() -> None:
         ("v1;w4;", "got ''"),
         ("v1;w4;17>2;late", "got 'late'"),
         ("v1;w4;w4", "got 'w4'"),
+        ("v1;w4;x", "got 'x'"),
+        ("v1;w4;latest", "got 'latest'"),
         ("v1;w4;late;late", "got 'late' twice"),
         ("v1;w4;17>", "got '17>'"),
         ("v1;w4; 17>2", "got ' 17>2'"),
