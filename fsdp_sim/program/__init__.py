@@ -7,6 +7,7 @@
     tree.py        walks over the module tree: paths, units, parameters
     placements.py  what each named strategy keeps where
     check.py       what a program must hold before it is built
+    flow.py        which passes train
     exactness.py   whether its sums are exact, and the tolerance where they are not
     features.py    which features a program has, for coverage
     data.py        weights and inputs as formulas
@@ -18,7 +19,7 @@
     run.py         run it on this rank of a process group
     shards.py      put the rows of all ranks together
 
-The first eight import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
+The first ten import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
 loaded when first asked for.
 """
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 
 from fsdp_sim.errors import ConfigError
+from fsdp_sim.program.flow import untrained_ends
 from fsdp_sim.program.placements import strategies
 from fsdp_sim.program.spec import LayerSpec, ModuleSpec, PassSpec, ProgramSpec, StepSpec
 from fsdp_sim.program.tree import owning_unit, units, walk
@@ -46,6 +47,11 @@ def check_program(program: ProgramSpec) -> None:
     _within("steps", len(program.steps), 0, STEPS_MAX, "steps")
     for number, step in enumerate(program.steps):
         _check_step(f"steps[{number}]", step, program, nodes)
+    for number, position in untrained_ends(program):
+        advice = "it ends the window of the passes before it; give it other calls, or none"
+        raise SpecError(
+            f"steps[{number}].passes[{position}]", f"must train something on every rank; {advice}"
+        )
 
 
 def _check_sizes(program: ProgramSpec) -> None:

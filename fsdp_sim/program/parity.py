@@ -70,6 +70,11 @@ def parity_differences(program: ProgramSpec, sharded: FullRun, unsharded: FullRu
     steps = list(zip(sharded.steps, unsharded.steps, strict=True))
     differences = []
     for number, (got, expected) in enumerate(steps if tolerance == 0.0 else steps[:1]):
+        if got.unsharded:
+            names = ", ".join(got.unsharded)
+            differences.append(
+                f"step {number}: all units must be at rest after it, got full {names}"
+            )
         if got.losses != expected.losses:
             differences.append(
                 f"step {number}: losses (rank, pass, forward) must be {expected.losses}, "

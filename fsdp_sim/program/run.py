@@ -14,7 +14,8 @@ from fsdp_sim.program.model import PlannedError
 from fsdp_sim.program.passes import run_pass, set_frozen
 from fsdp_sim.program.results import Losses, RankRun, StepRun, Tensors
 from fsdp_sim.program.shard import Sharded, shard_program
-from fsdp_sim.program.spec import PassSpec, ProgramSpec
+from fsdp_sim.program.spec import PassSpec, ProgramSpec, StepSpec
+from fsdp_sim.program.tree import units
 
 
 def run_program(program: ProgramSpec, device: torch.device | None = None) -> RankRun:
@@ -54,12 +55,30 @@ def _run_step(program: ProgramSpec, sharded: Sharded, number: int) -> StepRun:
     losses, failed = _run_passes(program, sharded, number)
     if program.context.caller_managed_grad_sync:
         sharded.context.finish_grad_sync()
-    gradients = _local_rows(sharded.model, of_gradients=True)
+    gradients = _local_rows(sharded.parameters, of_gradients=True)
     if step.optimize and not failed:
         sharded.optimizer.step()
-    parameters = _local_rows(sharded.model, of_gradients=False)
+    parameters = _local_rows(sharded.parameters, of_gradients=False)
     sharded.optimizer.zero_grad(set_to_none=step.set_to_none)
-    return StepRun(losses, gradients, parameters, _stats(sharded.context))
+    unsharded = _unsharded(sharded) if _ends_at_rest(program, step, failed=failed) else ()
+    return StepRun(losses, gradients, parameters, unsharded, _stats(sharded.context))
+
+
+def _ends_at_rest(program: ProgramSpec, step: StepSpec, *, failed: bool) -> bool:
+    """Return whether all units must be at rest after the step.
+
+    Not where some unit may be kept after a forward that no backward follows, nor where the recovery of a
+    backward is left to the next forward.
+    """
+    planned = [one.raises for one in step.passes if one.raises and failed]
+    left_open = any(raises.phase == "backward" and not raises.reset for raises in planned)
+    return not left_open and all(unit.spec.reshard_after_forward for unit in units(program))
+
+
+def _unsharded(sharded: Sharded) -> tuple[str, ...]:
+    """Return the names under which the model does not show the sharded parameter."""
+    shown = dict(sharded.model.named_parameters())
+    return tuple(n for n, held in sharded.parameters.items() if shown.get(n) is not held)
 
 
 def _run_passes(
@@ -89,11 +108,11 @@ def _recover(sharded: Sharded, one: PassSpec) -> None:
     sharded.optimizer.zero_grad(set_to_none=True)
 
 
-def _local_rows(model: nn.Module, *, of_gradients: bool) -> Tensors:
+def _local_rows(parameters: dict[str, nn.Parameter], *, of_gradients: bool) -> Tensors:
     """Return copies of this rank's rows of each parameter or gradient, on its device."""
     rows: Tensors = {}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             tensor = parameter.grad if of_gradients else parameter.data
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             rows[name] = None if local is None else local.clone()

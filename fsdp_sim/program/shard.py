@@ -1,5 +1,6 @@
 """A program's model, sharded as its units say; the only file of the kit that calls ``fsdp_core``."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,15 @@ _PLACEMENTS: dict[str, Placement] = {
 
 @dataclass(frozen=True)
 class Sharded:
-    """A program ready to run on one rank."""
+    """A program ready to run on one rank.
+
+    Attributes:
+        parameters: the sharded parameters by name: what the model shows at rest.
+    """
 
     model: Node
     plan: Plan
+    parameters: dict[str, nn.Parameter]
     context: fsdp_core.FsdpContext
     optimizer: torch.optim.Optimizer
     device: torch.device
@@ -46,9 +52,10 @@ def shard_program(program: ProgramSpec, rank: int, device: torch.device) -> Shar
     with _context(program, model, rank, device) as context:
         for unit in units(program):
             _shard_unit(unit, model, mesh)
-    optimizer = make_optimizer(program.optimizer, model.parameters())
+    parameters = dict(model.named_parameters())
+    optimizer = make_optimizer(program.optimizer, parameters.values())
     fsdp_core.fully_shard_optimizer(optimizer)
-    return Sharded(model, plan, context, optimizer, device)
+    return Sharded(model, plan, parameters, context, optimizer, device)
 
 
 def axis_names(program: ProgramSpec) -> tuple[str, ...]:
@@ -58,7 +65,7 @@ def axis_names(program: ProgramSpec) -> tuple[str, ...]:
 
 def _context(
     program: ProgramSpec, model: nn.Module, rank: int, device: torch.device
-) -> fsdp_core.fully_shard_context:
+) -> AbstractContextManager[fsdp_core.FsdpContext]:
     """Return the open scope in which units are made."""
     said = program.context
     policy = fsdp_core.RuntimePolicy(

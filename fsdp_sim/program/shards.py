@@ -32,6 +32,7 @@ def assemble(program: ProgramSpec, ranks: Sequence[RankRun]) -> FullRun:
                 _join_all(
                     program, placed, [step.parameters for step in held], f"step {n} parameter"
                 ),
+                tuple(dict.fromkeys(name for step in held for name in step.unsharded)),
             )
             for n, held in enumerate(steps)
         )

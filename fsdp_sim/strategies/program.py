@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from fsdp_sim.program.exactness import is_exact
+from fsdp_sim.program.flow import untrained_ends
 from fsdp_sim.program.placements import ONE_AXIS, TWO_AXES, strategies
 from fsdp_sim.program.spec import ModuleSpec, ProgramSpec, Strategy, TieSpec
 from fsdp_sim.program.tree import owning_unit, parameter_names, replace_module, walk
@@ -115,7 +116,7 @@ def _programs(
         recorded=context.prefetch_order == "recorded",
         exceptions=limits.exceptions,
     )
-    program = replace(program, steps=ran)
+    program = _with_trained_ends(replace(program, steps=ran))
     return program if is_exact(program) else _in_full_precision(program)
 
 
@@ -167,6 +168,24 @@ def _with_owners(draw: Draw, program: ProgramSpec) -> ProgramSpec:
         return program
     drawn = draw_owners(draw, parameter_names(program), program.world_size)
     return replace(program, owners=drawn.owners)
+
+
+def _with_trained_ends(program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` with the default calls in each pass that must train and does not."""
+    recorded = program.context.prefetch_order == "recorded"
+    ends = set(untrained_ends(program))
+    steps_made = tuple(
+        replace(
+            step,
+            passes=tuple(
+                replace(one, calls=()) if one.kind == "train" and (at in ends or recorded) else one
+                for position, one in enumerate(step.passes)
+                for at in ((number, position),)
+            ),
+        )
+        for number, step in enumerate(program.steps)
+    )
+    return replace(program, steps=steps_made) if ends else program
 
 
 def _in_full_precision(program: ProgramSpec) -> ProgramSpec:
