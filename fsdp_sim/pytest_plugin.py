@@ -149,8 +149,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(name=PART)
 def fsdp_sim_part(request: pytest.FixtureRequest) -> int:
-    """Return which part of the schedules of a marked test is run, counted from 0."""
-    part: int = getattr(request, "param", 0)
+    """Return which part of a marked test's schedules is run, counted from 0."""
+    part: int = request.param
     return part
 
 
@@ -218,15 +218,21 @@ def _scope(item: pytest.Function) -> "Scope":
         scheduler=option("--fsdp-sim-scheduler"),
         time_limit=option("--fsdp-sim-time-limit"),
     )
-    part: Any = item.funcargs.get(PART, 0)
+    callspec = getattr(item, "callspec", None)
+    part = 0 if callspec is None else callspec.params.get(PART, 0)
     return Scope(
         forced=forced,
         defaults=DEFAULTS_PER_EXAMPLE if _is_hypothesis(item.obj) else DEFAULTS,
         part=part,
         parts=option("--fsdp-sim-portfolio"),
-        node=re.sub(r"-?part\d+of\d+", "", item.nodeid).replace("[]", ""),
+        node=_whole(item.nodeid),
         replay=item.config.stash.get(REPLAY, None),
     )
+
+
+def _whole(node: str) -> str:
+    """Return the name of the test that a part belongs to."""
+    return re.sub(r"part\d+of\d+-|-?part\d+of\d+", "", node).replace("[]", "")
 
 
 def _is_hypothesis(function: Any) -> bool:

@@ -1,0 +1,122 @@
+"""Options of the plugin, under xdist too, and what it costs to have it installed."""
+
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+import fsdp_sim.exploration  # noqa: F401  torch must be loaded before pytester takes its snapshot
+
+pytest_plugins = ["pytester"]
+
+ORDER = """
+    import pytest, torch
+    import torch.distributed as dist
+
+    @pytest.mark.fsdp_sim(ranks=2, runs=3)
+    @pytest.mark.parametrize("swaps", [False, True])
+    def test_it(swaps):
+        small, large = torch.ones(4), torch.ones(8)
+        event = torch.cpu.Event()
+        event.record()
+        is_swapped = swaps and dist.get_rank() == 0 and event.query()
+        for tensor in [large, small] if is_swapped else [small, large]:
+            dist.all_reduce(tensor)
+"""
+
+
+def run(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
+    """Run a test file in a pytest of its own."""
+    pytester.makepyfile(test_it=dedent(source))
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+
+
+def test_the_command_line_goes_before_the_marker(pytester: pytest.Pytester) -> None:
+    """The runs that are asked for are made, and the header says so."""
+    result = run(pytester, ORDER, "-k", "False", "--fsdp-sim-runs", "7", "--fsdp-sim-seed", "5")
+
+    result.stdout.fnmatch_lines(["fsdp_sim: seed 5, runs 7", "fsdp_sim: 1 checks, 7 schedules, *"])
+
+
+def test_a_time_limit_ends_a_search_after_the_run_in_program_order(
+    pytester: pytest.Pytester,
+) -> None:
+    """However short it is, program order is run."""
+    limit = ("--fsdp-sim-time-limit", "1e-9")
+    result = run(pytester, ORDER, "-k", "False", "--fsdp-sim-runs", "100", *limit)
+
+    result.stdout.fnmatch_lines(["fsdp_sim: 1 checks, 1 schedules, *"])
+
+
+def test_the_last_operations_are_shown_when_asked_for(pytester: pytest.Pytester) -> None:
+    """So many lines of the trace end the block."""
+    result = run(pytester, ORDER, "--fsdp-sim-runs", "12", "--fsdp-sim-log", "3")
+
+    lines = result.stdout.lines
+    start = lines.index("last operations:")
+    assert all("rank" in line for line in lines[start + 1 : start + 4])
+
+
+def test_a_portfolio_splits_a_test_and_names_it_without_its_part(pytester: pytest.Pytester) -> None:
+    """Each part has schedules of its own; the replay command is that of the whole test."""
+    result = run(pytester, ORDER, "--fsdp-sim-portfolio", "3", "--fsdp-sim-runs", "15")
+
+    assert result.parseoutcomes()["passed"] >= 3
+    assert "pytest 'test_it.py::test_it[True]' --fsdp-sim-replay" in result.stdout.str()
+
+
+def test_workers_of_xdist_send_their_statistics(pytester: pytest.Pytester) -> None:
+    """The parts of a portfolio run in workers; blocks and sums come out in one place."""
+    options = ("-n", "2", "--fsdp-sim-portfolio", "2", "--fsdp-sim-runs", "12")
+    result = run(pytester, ORDER, *options)
+
+    assert result.ret == 1
+    result.stdout.re_match_lines([r"smallest: v1;w2;.*", r"fsdp_sim: 4 checks, .*"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--fsdp-sim-runs", "0"), "*invalid _positive value: '0'*"),
+        (("--fsdp-sim-time-limit", "0"), "*invalid _seconds value: '0'*"),
+        (("--fsdp-sim-scheduler", "round"), "*invalid choice: 'round'*"),
+        (("--fsdp-sim-replay", "no.json"), "*a replay file must be a readable file of text, got *"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(
+    pytester: pytest.Pytester, options: tuple[str, ...], message: str
+) -> None:
+    """Nothing is collected."""
+    result = run(pytester, ORDER, *options)
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_a_replay_of_a_test_that_is_gone_is_a_usage_error(pytester: pytest.Pytester) -> None:
+    """It is never a pass."""
+    run(pytester, ORDER, "--fsdp-sim-runs", "12")
+    (file,) = pytester.path.glob(".fsdp_sim/*/replay.json")
+
+    result = run(pytester, ORDER.replace("test_it", "test_other"), "--fsdp-sim-replay", str(file))
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_an_installed_plugin_imports_neither_torch_nor_hypothesis(
+    pytester: pytest.Pytester,
+) -> None:
+    """A session without such tests pays nothing."""
+    source = """
+    import sys
+
+    def test_it():
+        assert not {"torch", "fsdp_sim.testing", "fsdp_sim.verbs"} & set(sys.modules)
+    """
+    pytester.makepyfile(dedent(source))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:hypothesispytest"]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=pytester.path, check=False)
+
+    assert done.returncode == 0, done.stdout
