@@ -1,12 +1,14 @@
 """Picture: a timeline in which one gather, the compute it overlaps and the wait that joins them are named."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from fsdp_sim.op import Kind, Op
 from fsdp_sim.report import shorten
@@ -15,6 +17,7 @@ from fsdp_sim.timeline import Join, RankTimeline, Span, rank_timeline
 MARGIN_UNITS = 30
 """What is shown before and after the overlap."""
 COLOURS = {"all_gather": "#4c72b0", "reduce_scatter": "#c44e52", "all_reduce": "#8172b3"}
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
 COMPUTE_COLOUR, NAMED_COLOUR = "#ccb974", "#dd8452"
 
 
@@ -66,16 +69,27 @@ def _look(span: Span) -> tuple[bool, str, int]:
 def find_overlap(timeline: RankTimeline) -> Overlap | None:
     """Return the gather that most compute of the stream that waits for it runs beside."""
     every = pieces(timeline)
+    gathers = [
+        piece for piece in every if piece.is_collective and piece.label.startswith("all_gather")
+    ]
+    compute = {
+        stream: [piece for piece in every if piece.stream == stream and not piece.is_collective]
+        for stream in timeline.roles
+    }
     found = [
         (_shared_units(piece, gather), Overlap(gather, piece, join))
-        for gather in every
-        if gather.is_collective and gather.label.startswith("all_gather")
+        for gather in gathers
         if (join := next((join for join in timeline.joins if _joins(join, gather)), None))
-        for piece in every
-        if piece.stream == join.stream and not piece.is_collective
+        for piece in _beside(gather, compute[join.stream])
     ]
-    most, overlap = max(found, key=itemgetter(0), default=(0, None))
-    return overlap if most > 0 else None
+    return max(found, key=itemgetter(0), default=(0, None))[1]
+
+
+def _beside(gather: Piece, in_order: list[Piece]) -> list[Piece]:
+    """Return what of one stream runs beside a gather."""
+    first = bisect_right(in_order, gather.start, key=attrgetter("end"))
+    last = bisect_left(in_order, gather.end, key=attrgetter("start"))
+    return in_order[first:last]
 
 
 def _joins(join: Join, gather: Piece) -> bool:
@@ -151,23 +165,24 @@ def _draw_rank(
 def _name_overlap(axes: Axes, overlap: Overlap, rows: list[tuple[int, int]], rank: int) -> None:
     gather, compute, join = overlap.gather, overlap.compute, overlap.join
     gather_row, compute_row = rows.index((rank, gather.stream)), rows.index((rank, compute.stream))
-    for piece, row, text in (
-        (gather, gather_row, f"1  gather: {gather.label}"),
-        (compute, compute_row, f"2  compute it overlaps: {compute.label}"),
-    ):
-        width = piece.end - piece.start
-        axes.barh(
-            row, width, left=piece.start, height=0.7, fill=False, edgecolor="black", linewidth=2
-        )
-        axes.text(piece.start, row - 0.42, text, fontsize=8, weight="bold", va="bottom")
+    for piece, row in ((gather, gather_row), (compute, compute_row)):
+        place = Rectangle((piece.start, row - 0.35), piece.end - piece.start, 0.7)
+        place.set(fill=False, edgecolor="black", linewidth=2, zorder=3)
+        axes.add_patch(place)
     axes.annotate(
-        "3  the wait that joins them",
+        "",
         xy=(join.end, compute_row),
-        xytext=(join.end + 6, (gather_row + compute_row) / 2 - 0.3),
-        fontsize=8,
-        weight="bold",
-        arrowprops={"arrowstyle": "->", "color": NAMED_COLOUR, "lw": 2},
+        xytext=(join.start, gather_row),
+        arrowprops={"arrowstyle": "->", "color": NAMED_COLOUR, "lw": 3},
     )
+    over, under = compute_row - 0.45, gather_row + 0.45
+    for x, y, text in (
+        (compute.start, over, f"2  the compute it overlaps: {compute.label}"),
+        (gather.start, under, f"1  one gather: {gather.label}"),
+        (join.end, under, "3  the wait that joins them"),
+    ):
+        vertical = "bottom" if y == over else "top"
+        axes.text(x, y, text, fontsize=8, weight="bold", va=vertical, zorder=4, bbox=LABEL_BOX)
 
 
 def _finish(

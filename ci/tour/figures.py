@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 from fsdp_sim.op import Kind, Op
 
-STEP_RANGE = "demo::step"
 RUNTIME_RANGES = "fsdp_core::"
+STEP_RANGE = "fsdp_core::forward <root>"
+"""The range that a training step opens with."""
 COMPUTE_STREAM = 0
 """A rank's default stream is the first that it uses."""
 
@@ -82,7 +83,7 @@ def _is_of_runtime(op: Op) -> bool:
 
 
 def step_figures(ops: Iterable[Op], rank: int) -> list[StepFigures]:
-    """Count the steps of one rank, which are the ranges called ``STEP_RANGE``."""
+    """Count the steps of one rank."""
     counter = _Counter()
     for op in ops:
         if op.rank == rank:

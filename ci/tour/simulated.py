@@ -7,12 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_core
-from ci.tour.figures import STEP_RANGE
 from ci.tour.reference import CPU
 from examples.train_lm import batches, make_model, make_optimizer, mean_over_ranks, shard, train
 
@@ -32,10 +30,8 @@ def train_on_rank(rank: int, options: argparse.Namespace, on_step: Callable[[], 
     optimizer = make_optimizer(model, options)
     fsdp_core.fully_shard_optimizer(optimizer)
     losses: list[float] = []
-    steps = train(model, optimizer, batches(options, rank, CPU))
-    for _ in range(options.steps):
-        with record_function(STEP_RANGE):
-            losses.append(mean_over_ranks(next(steps)))
+    for loss in train(model, optimizer, batches(options, rank, CPU)):
+        losses.append(mean_over_ranks(loss))
         if rank == 0:
             on_step()
     return Trained(losses, {name: shard_of(weight) for name, weight in model.named_parameters()})

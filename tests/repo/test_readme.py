@@ -30,7 +30,7 @@ def example(*, mended: bool) -> dict[str, object]:
 
 def test_tree_lists_the_files_with_their_docstrings() -> None:
     """The tree is what ci/tree.py writes today."""
-    assert with_tree(README) == README
+    assert with_tree(README) == README, "run ci/tree.py"
 
 
 def test_first_two_commands_are_scripts_that_can_be_run() -> None:

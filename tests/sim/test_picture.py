@@ -59,7 +59,11 @@ def test_draw_names_stream_and_unit(tmp_path: Path) -> None:
     draw(prefetch(), [0], path)
     text = path.read_text()
 
-    for label in ("gather: all_gather second", "overlaps: forward first", "the wait that joins"):
+    for label in (
+        "one gather: all_gather second",
+        "overlaps: forward first",
+        "the wait that joins",
+    ):
         assert label in text
 
 
