@@ -10,6 +10,8 @@ from fsdp_sim.op import Kind, Op
 
 GATHERS = ("fsdp_core::unshard", "FSDP::all_gather")
 """Labels of collectives that gather weights."""
+RELEASES = "fsdp_core::reshard"
+"""Label of waits that end a gather in order to drop it."""
 
 
 class _Gathers:
@@ -34,7 +36,7 @@ class Prefetch:
 
     A use is a read, or a stream that waits for the very event that was recorded behind the gather: the
     runtime needed the weights then, though the operators may turn out not to (the first layer's, in a
-    backward that needs no gradient of the input).
+    backward that needs no gradient of the input).  A wait only to drop the weights is none.
 
     Only collectives that a runtime labelled as gathers of weights count: a program may well gather a
     value that one rank alone looks at.
@@ -68,7 +70,7 @@ class Prefetch:
             return () if gather is None else [self._report(gather, f"freed at {place(op)}")]
         elif op.kind is Kind.RECORD_EVENT:
             gathers.guarded[op.other] = gathers.fresh.pop(op.stream, [])
-        elif op.kind is Kind.WAIT_EVENT:
+        elif op.kind is Kind.WAIT_EVENT and not (op.annotation or "").startswith(RELEASES):
             for block in gathers.guarded.pop(op.other, ()):
                 unused.pop(block, None)
         return ()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fsdp_sim.op import Kind
 from tests.sim.ops import Ops, read, write
 
 LABEL = "fsdp_core::unshard fc2"
@@ -71,6 +72,17 @@ def test_a_wait_for_the_event_of_a_gather_is_a_use(guards: bool, count: int) -> 
     ops.free(1, 7)
 
     assert len(ops.findings("prefetch")) == count
+
+
+def test_a_wait_to_drop_the_weights_is_no_use() -> None:
+    """The runtime brings a gather to rest that it turned out not to need."""
+    ops = Ops()
+    gather(ops)
+    ops.record(1, event=0)
+    ops.add(Kind.WAIT_EVENT, "wait_event", 0, other=0, annotation="fsdp_core::reshard fc2")
+    ops.free(1, 7)
+
+    assert len(ops.findings("prefetch")) == 1
 
 
 def test_one_unit_gathered_in_segments_is_one_notice() -> None:
