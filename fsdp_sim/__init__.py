@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fsdp_sim.exploration import Exploration as Exploration
     from fsdp_sim.exploration import explore as explore
     from fsdp_sim.simulation import Report as Report
+    from fsdp_sim.trace import Trace as Trace
     from fsdp_sim.verbs import replay as replay
     from fsdp_sim.verbs import simulate as simulate
 
@@ -20,6 +21,7 @@ _HOME = {
     "explore": "fsdp_sim.exploration",
     "Exploration": "fsdp_sim.exploration",
     "Report": "fsdp_sim.simulation",
+    "Trace": "fsdp_sim.trace",
     "Finding": "fsdp_sim.errors",
     "SimulationError": "fsdp_sim.errors",
     "FindingError": "fsdp_sim.errors",
@@ -39,9 +41,11 @@ _HOME = {
     "CannotRunAhead": "fsdp_sim.errors",
     "Nondeterminism": "fsdp_sim.errors",
     "Diverged": "fsdp_sim.errors",
+    "HandoverTimeout": "fsdp_sim.errors",
+    "Notice": "fsdp_sim.errors",
 }
 
-__all__ = [*_HOME]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
