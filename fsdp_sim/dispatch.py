@@ -37,6 +37,10 @@ HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
 }
 """Arguments that an operator writes although its schema does not say so (found by the self-audit)."""
 
+FACTORIES_WITHOUT_VALUES = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+
 Handler = Callable[["RankMode", "Operator", Any, Any, Any], Any]
 
 
@@ -197,6 +201,23 @@ def _run_copy(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: 
     return _run_op(mode, operator, func, args, kwargs)
 
 
+def _run_empty(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Memory without values."""
+    out = _run_op(mode, operator, func, args, kwargs)
+    if out.dtype is not torch.bool and patches.device_of(out).type == "cpu":
+        mode.machine.memory.poison(out.untyped_storage())
+    return out
+
+
+def _run_resize(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """``Tensor.resize_``: more memory is new memory."""
+    storage = args[0].untyped_storage()
+    nbytes_before = storage.nbytes()
+    out = _run_op(mode, operator, func, args, kwargs)
+    mode.machine.memory.resized(storage, nbytes_before)
+    return out
+
+
 def host_read(machine: Machine, name: str, accesses: tuple[Access, ...]) -> None:
     """The host reads device bytes: an op on the current stream, then a wait for that stream."""
     stream = machine.current_stream_id()
@@ -260,6 +281,8 @@ _WAITS_FIRST = frozenset((_run_host_read, _run_sized_by_values))
 _SPECIAL: dict[str, Handler] = {
     "lift_fresh": _run_lift,
     "copy_": _run_copy,
+    "resize_": _run_resize,
+    **dict.fromkeys(FACTORIES_WITHOUT_VALUES, _run_empty),
     **dict.fromkeys(host_reads.READS_VALUE, _run_host_read),
     **dict.fromkeys(host_reads.READS_SIZE, _run_sized_by_values),
     **dict.fromkeys(host_reads.INDEXES, _run_indexing),

@@ -74,6 +74,10 @@ class HostState:
         """Take the state of the process as this rank's."""
         self._values = [slot.save() for slot in SLOTS]
 
+    def clear(self) -> None:
+        """Let go of everything: the rank has ended."""
+        self._values = []
+
     def restore(self) -> None:
         """Make this rank's state that of the process."""
         for slot, value in zip(SLOTS, self._values, strict=True):

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_sim import patches
 from fsdp_sim.op import UNKNOWN, Kind, Source
 
 if TYPE_CHECKING:
     from fsdp_sim.machine import Machine
     from fsdp_sim.meeting import Pending
+
+POISON = 0xFF
+"""A byte of which NaNs of all floating-point types, and -1 of all integer types, are made."""
 
 
 class StorageRecord:
@@ -23,9 +27,12 @@ class StorageRecord:
         is_allocated: there is an ALLOC op without its FREE.
         is_shared: a stream other than ``stream`` has touched it, so that its end is of interest.
         pending: parts of collectives that still read or write it.
+        born_at: index of its ALLOC op; ``source``: the line that allocated it.
     """
 
-    __slots__ = ("__weakref__",
+    __slots__ = (
+        "__weakref__",
+        "born_at",
         "is_allocated",
         "is_host",
         "is_shared",
@@ -33,6 +40,7 @@ class StorageRecord:
         "ordinal",
         "pending",
         "ref",
+        "source",
         "stream",
     )
 
@@ -45,6 +53,8 @@ class StorageRecord:
         self.is_shared = False
         self.pending: list[tuple[Pending, int, int, bool]] = []
         self.ref: Any = None
+        self.born_at = -1
+        self.source: Source | None = None
 
 
 class Memory:
@@ -95,16 +105,16 @@ class Memory:
         self.records[key] = record
         return record
 
-    def _alloc(
-        self, record: StorageRecord, nbytes: int, source: Source | None = UNKNOWN
-    ) -> None:
+    def _alloc(self, record: StorageRecord, nbytes: int, source: Source | None = UNKNOWN) -> None:
         if nbytes == 0:
             return
         record.is_allocated = True
         record.stream = self._machine.current_stream_id()
-        self._machine.emit(
+        op = self._machine.emit(
             Kind.ALLOC, "alloc", record.stream, other=record.ordinal, nbytes=nbytes, source=source
         )
+        if op is not None:
+            record.born_at, record.source = op.index, op.source
 
     def _free(self, record: StorageRecord) -> None:
         if record.is_allocated:
@@ -127,6 +137,14 @@ class Memory:
         record.ordinal = self._new_ordinal()
         if not record.is_host:
             self._alloc(record, nbytes)
+            if nbytes_before == 0:
+                self.poison(storage)
+
+    def poison(self, storage: torch.UntypedStorage) -> None:
+        """Make bytes that hold no value NaN in every floating-point type, where this is asked for."""
+        if self._machine.poison and storage.nbytes():
+            with patches.below_dispatch():
+                patches.fill_storage(storage, POISON)
 
     def died(self, key: int) -> None:
         """The last reference to a storage is gone."""

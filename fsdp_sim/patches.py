@@ -318,6 +318,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def fill_storage(storage: Any, byte: int) -> None:
+    """Set every byte of a storage."""
+    storage.fill_(byte)
+
+
 def saved_for_backward(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that the graph behind a tensor keeps."""
     stack, seen = [tensor.grad_fn], set()

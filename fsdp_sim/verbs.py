@@ -45,7 +45,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         strict: raise the first error found; otherwise report all.
         step_limit: scheduling decisions allowed.
         trace: keep all ops, for pictures and files; digests are always there.
-        poison: fill outputs of collectives with NaN until they are complete.
+        poison: fill memory that holds no value with NaN: fresh and released memory, and outputs of
+            collectives until they are complete.
 
     Returns:
         What each rank returned, the findings, the effective schedule and the trace.

@@ -51,6 +51,9 @@ class HostState(Protocol):
     def restore(self) -> None:
         """Make the rank's state the process's."""
 
+    def clear(self) -> None:
+        """Let go of the state of a rank that has ended."""
+
 
 class Rank:
     """The host program of one rank.
