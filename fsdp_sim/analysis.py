@@ -115,10 +115,18 @@ class Analysis:
 
 
 def _key(finding: Finding) -> tuple[object, ...]:
-    """Return what makes two findings one: kind, source lines, streams; without ops, the message."""
+    """Return what makes two findings one: kind, source lines, streams; without ops, the message.
+
+    What concerns one op alone also counts by unit: each wasted gather names its own.
+    """
     if not finding.ops:
         return (finding.kind, finding.message)
-    return (finding.kind, *((site.source or site.name, site.stream) for site in finding.ops))
+    unit = finding.ops[0].annotation if len(finding.ops) == 1 else None
+    return (
+        finding.kind,
+        unit,
+        *((site.source or site.name, site.stream) for site in finding.ops),
+    )
 
 
 def analyse(ops: Iterable[Op], checkers: Iterable[Checker], rank_count: int) -> Analysis:

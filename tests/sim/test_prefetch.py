@@ -103,3 +103,13 @@ def test_a_gather_of_the_program_itself_may_go_unread() -> None:
     ops.free(1, 7)
 
     assert ops.findings("prefetch") == ()
+
+
+def test_each_unit_that_was_gathered_in_vain_is_named() -> None:
+    """Two units gathered by one line of the runtime are two notices."""
+    ops = Ops()
+    for block, unit in ((7, "fc2"), (8, "fc3")):
+        op = ops.collective(1, write(block), annotation=f"fsdp_core::unshard {unit}")
+        op.source = None
+
+    assert len(ops.findings("prefetch")) == 2
