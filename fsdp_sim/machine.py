@@ -124,6 +124,11 @@ class Machine:
 
     # ------------------------------------------------------------------ ids
 
+    @property
+    def op_count(self) -> int:
+        """How many ops the rank has done, so the index of the next."""
+        return self._op_count
+
     def current_stream_id(self) -> int:
         """Return the id of the current stream, in order of first use."""
         return self.stream_id(self.stream)
@@ -209,7 +214,7 @@ class Machine:
 
     def needed(self, clock: dict[int, int]) -> "tuple[Launch, ...]":
         """Return the device ops of collectives that ``clock`` covers and that are not complete."""
-        unfinished = self.wire.graph.unfinished[self.rank.index]
+        unfinished = self.wire.graph.unfinished(self.rank.index)
         return tuple(each for each in unfinished if clock.get(each.stream, 0) >= each.tick)
 
     def host_wait(self, clock: dict[int, int], reason: str) -> None:
@@ -240,6 +245,9 @@ class Machine:
     def close(self) -> None:
         """The program has returned: what dies later depends on the collector and is no op."""
         self.is_open = False
+        for work in list(self.works):
+            work.let_go()
+        self.last_work = None
 
 
 _PLUMBING = (
