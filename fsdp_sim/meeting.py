@@ -36,10 +36,10 @@ class Wire:
         store: the world's key-value store.
     """
 
-    def __init__(self, world_size: int, store: Any) -> None:
+    def __init__(self, store: Any) -> None:
         self.store = store
         self.meetings: dict[Any, Meeting] = {}
-        self.graph = DeviceGraph(world_size)
+        self.graph = DeviceGraph()
 
 
 class Pending:

@@ -20,7 +20,7 @@ from fsdp_sim.meeting import Meeting, Part, poison, settle
 from fsdp_sim.op import Access, Call, Kind
 from fsdp_sim.streams import Stream, new_stream
 from fsdp_sim.tensors import access_of
-from fsdp_sim.work import Work, is_from_cpp
+from fsdp_sim.work import Work, is_from_cpp, let_go_of_passed
 
 
 class Communicator:
@@ -327,17 +327,13 @@ def _note_all(part: Part, tensors: Sequence[Tensor], *, write: bool) -> list[Acc
 def _keep(machine: Machine, work: Work, entries: Sequence[Entry], *, is_async: bool) -> None:
     """Keep alive what NCCL would keep, and nothing else.
 
-    C++ holds only its half of a handle: the Python half must outlive it.  What the host has waited for
-    is let go, as NCCL's watchdog does.
+    C++ holds only its half of a handle: the Python half must outlive it.  What was not waited for is
+    let go once its memory may be used again, as NCCL's watchdog does.
     """
     if is_async or is_from_cpp():
         for entry in entries:
             meaning = entry.meaning
             work.outputs += meaning.outputs if meaning.result is None else meaning.result
-        host = machine.clocks.host
-        for other in list(machine.works):
-            launch = other.launch
-            if launch is not None and host.get(launch.stream, 0) >= launch.tick:
-                other.let_go()
+        let_go_of_passed(machine)
         machine.works[work] = None
     machine.last_work = work

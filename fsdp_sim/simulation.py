@@ -76,7 +76,7 @@ class Simulation:
             settings.checkers, settings.world_size, now=lambda: self.world.step
         )
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
-        self.wire = Wire(settings.world_size, WorldStore())
+        self.wire = Wire(WorldStore())
         self.machines: list[Machine] = []
         self.world = World(
             settings.world_size,

@@ -52,6 +52,15 @@ class Work(dist.Work):
         self.parts, self.outputs = [], []
         self.machine.works.pop(self, None)
 
+    def is_passed(self) -> bool:
+        """Whether the streams that its tensors' memory belongs to are ordered after it."""
+        machine, launch = self.machine, self.launch
+        if launch is None:
+            return False
+        stash = [tensor for part in self.parts for tensor in part.stash or ()]
+        pools = {machine.memory.record_of(tensor).stream for tensor in stash}
+        return all(machine.clocks.is_ordered(launch.stream, launch.tick, pool) for pool in pools)
+
     def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002  a world has no time
         """Join; for a barrier the host stops until everybody is here."""
         self.join()
@@ -102,7 +111,6 @@ class Work(dist.Work):
                 self.join()
             else:
                 join_before_backward_ends(self.machine, future)
-                self.let_go()
         return future
 
 
@@ -121,6 +129,7 @@ class WorkFuture(Future):  # type: ignore[type-arg]
     def wait(self) -> Any:
         """Join the current stream and return the value."""
         self.join()
+        let_go_of_passed(self.machine)
         return super().wait()
 
     def then(self, callback: Any) -> Any:
@@ -144,6 +153,13 @@ class WorkFuture(Future):  # type: ignore[type-arg]
         return chained
 
 
+def let_go_of_passed(machine: Machine) -> None:
+    """Keep nothing alive for handles that nobody waits for, once their memory may be used again."""
+    for work in list(machine.works):
+        if work.is_passed():
+            work.let_go()
+
+
 def is_from_cpp() -> bool:
     """Whether C++ inside a backward called us: no Python frame of c10d stands in between."""
     frame = sys._getframe(2)  # noqa: SLF001  the only way to look at callers at this price
@@ -160,6 +176,7 @@ def join_before_backward_ends(machine: Machine, future: WorkFuture) -> None:
             futures, machine.cpp_futures = machine.cpp_futures, []
             for each in futures:
                 each.join()
+            let_go_of_passed(machine)
 
         patches.queue_backward_callback(join_all)
     machine.cpp_futures.append(future)

@@ -33,6 +33,7 @@ class Launch:
 
     Attributes:
         tick: of its last entry on its stream.
+        clock: what its first entry is ordered after.
         operations: what it takes part in.
         ops: for each operation, the op with which the rank takes part.
         before: launches of the rank that must be done before it starts.
@@ -44,6 +45,7 @@ class Launch:
         "after",
         "batch",
         "before",
+        "clock",
         "is_done",
         "is_started",
         "operations",
@@ -59,6 +61,7 @@ class Launch:
         self.stream = stream
         self.batch = batch
         self.tick = 0
+        self.clock: Clock = {}
         self.operations: list[Operation] = []
         self.ops: list[Op | None] = []
         self.before: list[Launch] = []
@@ -111,9 +114,9 @@ class DeviceGraph:
     Source: NCCL user guide, "Using multiple NCCL communicators concurrently".
     """
 
-    def __init__(self, rank_count: int, *, is_serial: bool = False) -> None:
+    def __init__(self, *, is_serial: bool = False) -> None:
         self._is_serial = is_serial
-        self.unfinished: list[list[Launch]] = [[] for _ in range(rank_count)]
+        self._unfinished: dict[int, list[Launch]] = {}
         self._last: dict[Any, Launch] = {}
         self._operations: dict[Any, Operation] = {}
 
@@ -142,7 +145,7 @@ class DeviceGraph:
         launch.tick = clock[stream]
         if launch.is_done:  # its earlier entries are complete already
             launch.is_done = False
-            self.unfinished[rank].append(launch)
+            self.unfinished(rank).append(launch)
         return launch
 
     def _launch(self, rank: int, call: Call, clock: Clock, stream: int) -> Launch:
@@ -151,7 +154,8 @@ class DeviceGraph:
         if last is not None and call.batch is not None and last.batch == call.batch:
             return last
         launch = self._last[channel] = Launch(rank, stream, call.batch)
-        unfinished = self.unfinished[rank]
+        launch.clock = dict(clock)
+        unfinished = self.unfinished(rank)
         if self._is_serial:
             launch.before = unfinished[-1:]
         else:
@@ -180,11 +184,19 @@ class DeviceGraph:
                     queue.extend(operation.launches.values())
             if not current.is_done and all(each.is_done for each in current.operations):
                 current.is_done = True
-                self.unfinished[current.rank].remove(current)
+                self.unfinished(current.rank).remove(current)
                 done.append(current)
                 queue.extend(current.after)
                 current.after = []
         return done
+
+    def release(self, launch: Launch) -> None:
+        """Settle a launch; if it closes a cycle, which is no finding, let it start all the same."""
+        if self.cycle(launch):
+            for before in launch.before:
+                before.after.remove(launch)
+            launch.before = []
+        self.settle(launch)
 
     def _complete(self, operation: Operation) -> bool:
         launches = operation.launches
@@ -195,6 +207,10 @@ class DeviceGraph:
         operation.is_done = True
         del self._operations[key_of(operation.call)]
         return True
+
+    def unfinished(self, rank: int) -> list[Launch]:
+        """Return the launches of a rank that are not done, in order of issue."""
+        return self._unfinished.setdefault(rank, [])
 
     def operations(self) -> list[Operation]:
         """Return what is issued by some rank and not done, in order of first issue."""
@@ -230,6 +246,8 @@ class Edge:
     later: Operation
     earlier_op: Op | None
     later_op: Op | None
+    is_ordered: bool
+    """By streams, events or the host; otherwise only by the order of issue."""
 
     def describe(self) -> str:
         """Return the edge in words."""
@@ -255,6 +273,7 @@ def _edges(
                 entered,
                 current.op_of(leaving),
                 later.op_of(entered),
+                later.clock.get(current.stream, 0) >= current.tick,
             )
         )
         current, leaving = previous, entered

@@ -3,7 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdp_sim.checkers.device_graph import POINT_TO_POINT, DeviceGraph, Edge, channel_of
+from fsdp_sim.checkers.device_graph import (
+    POINT_TO_POINT,
+    DeviceGraph,
+    Edge,
+    Launch,
+    channel_of,
+)
 from fsdp_sim.checkers.words import Words
 from fsdp_sim.clock import Clock, Clocks
 from fsdp_sim.errors import Finding
@@ -18,18 +24,18 @@ BATCH_HINT = (
 class Liveness:
     """Device ops that wait for each other for ever are found when the last of them is issued.
 
-    Three rules: a cycle of stream order and communicator order never completes (Deadlock);
-    collectives of several communicators must be submitted in one order on all ranks unless their order
-    is no matter of chance (Deadlock); those that nothing orders on a device may block each other
-    (PossibleDeadlock, a notice).
+    Three rules.  A cycle of stream order and communicator order never completes (Deadlock).  Collectives
+    of several communicators that nothing orders must be submitted in one order on all ranks (Deadlock):
+    NCCL demands it.  Even then they may block each other on a device that cannot run both at once
+    (PossibleDeadlock, a notice); so may opposite orders where a rank has only one of them in flight.
     """
 
     kinds = frozenset({Kind.COLLECTIVE})
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self._streams: DeviceGraph | None = None
-        self._submission: DeviceGraph | None = None
+        self._streams = DeviceGraph()
+        self._submission = DeviceGraph(is_serial=True)
         self._latest: dict[int, dict[int, dict[Any, Op]]] = {}
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
@@ -47,15 +53,20 @@ class Liveness:
         return ()
 
     def _cycle(self, op: Op, call: Call, clock: Clock) -> Finding | None:
-        edges = self._closes(self._graph("_streams", op.rank, is_serial=False), op, call, clock)
+        """Look for a cycle that this operation closes, in either graph."""
+        launch = self._issue(self._streams, op, call, clock)
+        edges = self._streams.cycle(launch)
         if edges:
             return self._deadlock(
                 edges, "operations wait for each other on their devices, in a cycle"
             )
+        self._streams.settle(launch)
         if call.name in POINT_TO_POINT:
             return None
-        edges = self._closes(self._graph("_submission", op.rank, is_serial=True), op, call, clock)
-        if not edges:
+        launch = self._issue(self._submission, op, call, clock)
+        edges = self._submission.cycle(launch)
+        if not edges or any(edge.is_ordered for edge in edges):
+            self._submission.release(launch)
             return None
         return self._deadlock(
             edges,
@@ -63,28 +74,8 @@ class Liveness:
             "and nothing else orders them",
         )
 
-    def _graph(self, name: str, rank: int, *, is_serial: bool) -> DeviceGraph:
-        graph: DeviceGraph | None = getattr(self, name)
-        if graph is None:
-            graph = DeviceGraph(0, is_serial=is_serial)
-            setattr(self, name, graph)
-        while len(graph.unfinished) <= rank:
-            graph.unfinished.append([])
-        return graph
-
-    def _closes(self, graph: DeviceGraph, op: Op, call: Call, clock: Clock) -> list[Edge]:
-        launch = graph.issue(
-            op.rank,
-            call,
-            clock,
-            op.stream,
-            annotation=op.annotation,
-            op=op,
-        )
-        edges = graph.cycle(launch)
-        if not edges:
-            graph.settle(launch)
-        return edges
+    def _issue(self, graph: DeviceGraph, op: Op, call: Call, clock: Clock) -> Launch:
+        return graph.issue(op.rank, call, clock, op.stream, annotation=op.annotation, op=op)
 
     def _deadlock(self, edges: Sequence[Edge], message: str) -> Finding:
         ops = [op for edge in edges for op in (edge.earlier_op, edge.later_op) if op is not None]
