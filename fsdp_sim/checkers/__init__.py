@@ -41,5 +41,4 @@ def make(names: Iterable[str] = tuple(CHECKERS)) -> list[Checker]:
             raise ConfigError(f"checkers must be among {', '.join(CHECKERS)}, got {name!r}")
     words = Words()
     chosen = [factory(words) for name, factory in CHECKERS.items() if name in wanted]
-    # Last, so that a checker that sees a FREE can still ask where the block was born.
     return [*chosen, words]

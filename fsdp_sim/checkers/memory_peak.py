@@ -1,4 +1,4 @@
-"""Memory peak: bytes of each rank as CUDA's caching allocator would count them, and leaks."""
+"""Memory peak: bytes of each rank as CUDA's caching allocator would count them."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -72,11 +72,11 @@ class _Account:
         if len(self._log) > LOG_MAX:
             self._replay()
 
-    def free(self, storage: int, clocks: Clocks) -> int | None:
-        """Count a free; return the bytes, or None if the allocation was not seen."""
+    def free(self, storage: int, clocks: Clocks) -> None:
+        """Count a free, if the allocation was seen."""
         nbytes = self.live.pop(storage, None)
         if nbytes is None:
-            return None
+            return
         self._requested -= nbytes
         streams = self.recorded.pop(storage, None) if self.recorded else None
         if streams is None:
@@ -84,7 +84,6 @@ class _Account:
         else:
             self._log.append((storage, _DEFER, 0))
             self.deferred[storage] = {s: clocks.of(s).get(s, 0) for s in sorted(streams)}
-        return nbytes
 
     def release(self, clocks: Clocks, stream: int) -> None:
         """Release what an allocation on ``stream`` knows to be done."""
@@ -114,28 +113,21 @@ class _Account:
 
 
 class MemoryPeak:
-    """Follows every allocation of each rank.
+    """Follows every allocation of each rank; finds nothing, and is asked for ``peaks``.
 
     A block that ``record_stream`` names stays out of its pool until the work on that stream is ordered
-    before an allocation.  A rank's memory that dies only when garbage is collected after its program
-    has ended could not be reached any more: a leak.
+    before an allocation.
     """
 
     kinds = MEMORY_KINDS | {Kind.RECORD_STREAM}
 
-    def __init__(self, words: Words) -> None:
-        self._words = words
+    def __init__(self, words: Words) -> None:  # noqa: ARG002  made like every checker
         self._accounts: dict[int, _Account] = {}
-        self._ended: set[int] = set()
 
     def peaks(self, rank: int) -> Peaks:
         """Return the most that a rank held at any time."""
         account = self._accounts.get(rank)
         return Peaks(0, 0, 0) if account is None else account.peaks()
-
-    def program_ended(self, rank: int) -> None:
-        """A rank's program has returned: what is freed from now on was out of its reach."""
-        self._ended.add(rank)
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
         """Allocate and free."""
@@ -148,21 +140,11 @@ class MemoryPeak:
                 account.release(clocks, op.stream)
             account.allocate(op.other, op.nbytes, op.stream)
         elif kind is FREE:
-            nbytes = account.free(op.other, clocks)
-            if nbytes is not None and op.rank in self._ended:
-                return [self._leak(op, nbytes)]
+            account.free(op.other, clocks)
         else:
             account.recorded.setdefault(op.other, set()).add(op.stream)
         return ()
 
     def on_end(self) -> Iterable[Finding]:
-        """Return nothing: what is still reachable may live as long as the process."""
+        """Return nothing."""
         return ()
-
-    def _leak(self, free: Op, nbytes: int) -> Finding:
-        message = (
-            f"rank {free.rank}: block {free.other} of {nbytes} bytes was still allocated when the"
-            " program ended, though nothing could reach it; a reference cycle holds it"
-        )
-        birth = self._words.birth_site(free.rank, free.other)
-        return Finding("Leak", message, () if birth is None else (birth,), (), (free.rank,))

@@ -57,11 +57,6 @@ class Words:
         alloc = self._allocs.get((rank, storage))
         return "" if alloc is None else f" ({alloc.nbytes} bytes, allocated at {place(alloc)})"
 
-    def birth_site(self, rank: int, storage: int) -> OpSite | None:
-        """Return a block's allocation as reports show it, if that was seen."""
-        alloc = self._allocs.get((rank, storage))
-        return None if alloc is None else self.site(alloc)
-
     def missing(self, earlier: Op, later: Op) -> tuple[str, str]:
         """Say what there is between two ops that nothing orders, and what is missing."""
         waiter = self.stream(later.rank, later.stream)

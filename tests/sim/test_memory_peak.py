@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_sim.analysis import Analysis
-from fsdp_sim.checkers import make
 from fsdp_sim.checkers import memory_peak as module
 from fsdp_sim.checkers.caching_allocator import CachingAllocator
 from fsdp_sim.checkers.memory_peak import MemoryPeak, Peaks
@@ -16,19 +14,11 @@ from tests.sim.ops import Ops
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def analysed(ops: Ops) -> tuple[Analysis, MemoryPeak]:
-    """Feed ops, not to the end."""
-    analysis = Analysis(make(["memory_peak"]), 1)
-    for op in ops:
-        analysis.feed(op)
-    checker = analysis.checker(MemoryPeak)
-    assert checker is not None
-    return analysis, checker
-
-
 def peaks(ops: Ops) -> Peaks:
     """Return the peaks of rank 0."""
-    return analysed(ops)[1].peaks(0)
+    checker = ops.analyse("memory_peak").checker(MemoryPeak)
+    assert checker is not None
+    return checker.peaks(0)
 
 
 @pytest.mark.parametrize(
@@ -149,18 +139,3 @@ def test_blocks_never_overlap_and_all_memory_comes_back(
 
     assert allocator.allocated == 0
     assert allocator.free_nbytes() == allocator.reserved
-
-
-def test_memory_that_only_the_collector_frees_is_a_leak() -> None:
-    """A cycle held it; what dies with the program's own frames is none."""
-    ops = Ops()
-    ops.alloc(0, 0)
-    ops.alloc(0, 1)
-    ops.free(0, 0)
-    analysis, checker = analysed(ops)
-    checker.program_ended(0)
-    analysis.feed(ops.free(0, 1))
-
-    (finding,) = analysis.findings
-    assert finding.kind == "Leak"
-    assert finding.ops[0].index == 1
