@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from fsdp_core.collectives import MeshAxes
-from fsdp_core.errors import StateError
+from fsdp_core.errors import ConfigError, StateError
 
 T = TypeVar("T")
 
@@ -27,6 +27,47 @@ def exchange(value: T, axes: MeshAxes) -> list[T]:
         dist.all_gather_object(gathered, values, group=process_group)
         values = [each for part in gathered for each in part]
     return values
+
+
+def agree_on_owners(owners: Sequence[tuple[str, object]], axes: MeshAxes) -> None:
+    """Check the owners of a unit's parameters on every rank of its mesh, and that they agree.
+
+    Args:
+        owners: of this rank, each as the parameter's name and what the map says.
+        axes: the unit's mesh.
+
+    Raises:
+        ConfigError: the same on every rank: the first rank's first mistake, or difference.
+    """
+    dp_size = axes.mesh.size()
+    mistakes = [text for fqn, owner in owners if (text := _owner_mistake(fqn, owner, dp_size))]
+    record = mistakes[0] if mistakes else hashlib.sha256(repr(list(owners)).encode()).hexdigest()
+    records = exchange((dist.get_rank(), bool(mistakes), record), axes)
+    for rank, is_mistake, text in records:
+        if is_mistake:
+            msg = f"parameter_to_owner must name an owner for each parameter, got on rank {rank}: {text}"
+            raise ConfigError(msg)
+    if len({text for _, _, text in records}) == 1:
+        return
+    by_rank = dict(exchange((dist.get_rank(), dict(owners)), axes))
+    for fqn, _ in owners:
+        said = {rank: theirs.get(fqn) for rank, theirs in by_rank.items()}
+        if len(set(said.values())) > 1:
+            msg = (
+                f"parameter_to_owner must be the same on all ranks, got for parameter {fqn!r} "
+                f"{', '.join(f'rank {rank}: {owner}' for rank, owner in said.items())}"
+            )
+            raise ConfigError(msg, fqn=fqn)
+
+
+def _owner_mistake(fqn: str, owner: object, dp_size: int) -> str | None:
+    if owner is None:
+        return f"none for {fqn!r}; add it to the map given to fully_shard_context"
+    if isinstance(owner, bool) or not isinstance(owner, int):
+        return f"{owner!r} for {fqn!r}, which is no int"
+    if not 0 <= owner < dp_size:
+        return f"{owner} for {fqn!r}, which is not in [0, {dp_size})"
+    return None
 
 
 def agree_on_events(events: Sequence[Event], axes: MeshAxes) -> None:

@@ -76,6 +76,9 @@ class Unit(Protocol):
     def complete(self) -> None:
         """Complete whatever is open: the backward pass is over."""
 
+    def finish_window(self) -> None:
+        """Bring gradients into optimizer placements: the last microbatch is over."""
+
     def retry(self) -> None:
         """Complete if only an open unit inside this one was waited for."""
 
@@ -206,9 +209,11 @@ class FsdpContext:
         self._registered: dict[nn.Module, Unit] = {}
         self._finalized = False
         self._forward_start = 0
+        self._graphs = 0
         self._units: list[weakref.ref[Unit]] = []
         self._unsharded: dict[weakref.ref[Unit], None] = {}
         self._open: list[Unit] = []
+        self._unfinished: dict[weakref.ref[Unit], None] = {}
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
 
@@ -355,6 +360,11 @@ class FsdpContext:
         if failed and not self.evaluating:
             self._rewind(self._forward_start)
         self.evaluating = False
+
+    def sweep(self) -> None:
+        """Bring unused prefetches to rest: no backward will come that could use them."""
+        for unit in self._living(self._unsharded):
+            unit.end_forward(sweep=True)
 
     def _pass_length(self) -> int:
         """Return how many events this pass has had."""
@@ -533,7 +543,7 @@ class FsdpContext:
         unit's forward made runs in one piece.
         """
         for other in tuple(self._open):
-            if other is not unit and other.ref not in enclosing:
+            if other is not unit and other.ref not in enclosing and other in self._open:
                 other.leave_section()
 
     def validate_grad_sync(self) -> None:
@@ -549,6 +559,47 @@ class FsdpContext:
                 "context.finish_grad_sync() behind the last gradient"
             )
             raise StateError(msg)
+
+    def note_unfinished(self, unit: Unit) -> None:
+        """Note that a unit has gradients which the last microbatch will complete."""
+        self._unfinished[unit.ref] = None
+
+    def begin_microbatch(self) -> tuple[int, int]:
+        """Return how many forwards with a graph, and how many completions, there were so far."""
+        return self._graphs, self.stats.steps
+
+    def end_microbatch(self, seen: tuple[int, int]) -> None:
+        """End a microbatch; complete the window if it is the last and had no backward.
+
+        Args:
+            seen: what `begin_microbatch` returned.
+
+        Raises:
+            StateError: it had a forward, but no backward.
+        """
+        graphs, steps = seen
+        if self.stats.steps > steps or self._post_backward_hook_registered:
+            return
+        if self._graphs > graphs:
+            msg = (
+                "the backward of a microbatch must run inside its scope, which is where the last "
+                "one is told from the others, got a scope around a forward alone; put both inside"
+            )
+            raise StateError(msg)
+        if self.is_last_microbatch:
+            self._finish_windows()
+            if not self.caller_managed_grad_sync:
+                self.finish_grad_sync()
+
+    def _finish_windows(self) -> None:
+        """Complete all gradients of the window, also those that its last microbatch did not use."""
+        for unit in self._living(self._unfinished):
+            unit.finish_window()
+        self._unfinished.clear()
+
+    def note_graph(self) -> None:
+        """Note that an outermost forward gave something that backward can enter."""
+        self._graphs += 1
 
     def finish_grad_sync(self) -> None:
         """Put the current stream behind all reductions so far.
@@ -572,6 +623,8 @@ class FsdpContext:
             caller manages that.
         """
         self._run_delayed_post_backward_callbacks()
+        if self.is_last_microbatch:
+            self._finish_windows()
         for unit in self._living(self._unsharded):
             unit.come_to_rest()
         if self.is_last_microbatch and not self.caller_managed_grad_sync:
@@ -632,7 +685,8 @@ class FsdpContext:
     def _run_delayed_post_backward_callbacks(self) -> None:
         """Complete every unit that is still open, inner ones before those around them."""
         for unit in reversed(tuple(self._open)):
-            unit.complete()
+            if unit in self._open:
+                unit.complete()
 
     # -- recovery ----------------------------------------------------------------------------
 
@@ -646,6 +700,7 @@ class FsdpContext:
         """
         self.calls.clear()
         self._open.clear()
+        self._unfinished.clear()
         self.evaluating = False
         for unit in self._living(self._units):
             unit.reset()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_core.agreement import agree_on_owners
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import FsdpContext, PrefetchOrder
 from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
@@ -18,7 +19,7 @@ from fsdp_core.hooks import install_hooks
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.module import FsdpModule, ShardedUnit
 from fsdp_core.parameter_group import GroupSpec, Member, ParameterGroup, Slot, owner_of
-from fsdp_core.placement import Placements
+from fsdp_core.placement import Placements, TensorAtomic
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import parameters_of
@@ -88,13 +89,16 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:  # noqa: 
     the last microbatch only. The backward must run inside the scope.
 
     Raises:
-        StateError: the context is not finalized.
+        StateError: the context is not finalized, or the scope had a forward whose backward is
+            still to come: that one would be taken for a last microbatch or not by mistake.
     """
     context.ensure_finalized()
     before = context.is_last_microbatch
     context.is_last_microbatch = is_last
+    seen = context.begin_microbatch()
     try:
         yield
+        context.end_microbatch(seen)
     finally:
         context.is_last_microbatch = before
 
@@ -136,6 +140,7 @@ def fully_shard(
     axes = _check_mesh(mesh, placements, context)
     policy = schedule_policy or SchedulePolicy()
     _check_policy(policy, context)
+    members = _collect_members(modules)
     spec = GroupSpec(
         axes=axes,
         placements=placements,
@@ -144,8 +149,8 @@ def fully_shard(
         allgather_stream=context.allgather_stream,
         reduction_stream=context.inner_reduction_stream,
         outer_stream=context.outer_reduction_stream,
+        owners=_owners(members, placements, context, axes),
     )
-    members = _collect_members(modules)
     groups = [ParameterGroup(each, spec) for each in _group_members(members)]
     for group in groups:
         group.commit()
@@ -238,6 +243,17 @@ def _collect_members(modules: Sequence[nn.Module]) -> list[Member]:
     for module in modules:
         visit(module, "")
     return list(members.values())
+
+
+def _owners(
+    members: Sequence[Member], placements: Placements, context: FsdpContext, axes: MeshAxes
+) -> dict[nn.Parameter, int] | None:
+    """Return the owners of a unit's parameters, checked on all ranks, where tensors stay whole."""
+    if not any(isinstance(kind, TensorAtomic) for kind in placements.kinds):
+        return None
+    said: dict[nn.Parameter, Any] = dict(context.parameter_to_owner or {})
+    agree_on_owners([(member.fqn, said.get(member.full)) for member in members], axes)
+    return {member.full: said[member.full] for member in members}
 
 
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:

@@ -54,9 +54,14 @@ def _after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> No
     use = unit_of(module).post_forward(module)
     if use is None:
         return
-    for tensor in tensors_of(output):
-        if tensor.grad_fn is not None and not _is_input(tensor, args, kwargs):
-            _enter_through(tensor, use)
+    entries = [
+        tensor
+        for tensor in tensors_of(output)
+        if tensor.grad_fn is not None and not _is_input(tensor, args, kwargs)
+    ]
+    for tensor in entries:
+        _enter_through(tensor, use)
+    unit_of(module).end_with(graph=bool(entries))
 
 
 def _enter_through(tensor: Tensor, use: Use) -> None:

@@ -310,6 +310,8 @@ class ShardedUnit:
         with accelerator.annotate(self._label("reshard")):
             if isinstance(weights, Gathered):
                 context.stats.unused_prefetches += weights.early
+                # Edge 2: the gather has read the main weights, which may be written next.
+                accelerator.wait_event(context.current_stream(), weights.event)
             elif self._transient:
                 # Edge 3: the memory may be reused at once, so its readers must be done.
                 accelerator.wait_stream(context.allgather_stream, context.current_stream())
@@ -493,6 +495,15 @@ class ShardedUnit:
             return tuple(self._callers)
         return tuple(each.unit.ref for each in self.context.calls if each.unit is not self)
 
+    def end_with(self, *, graph: bool) -> None:
+        """Note whether a forward gave something that backward can enter."""
+        if self.context.calls or in_graph_task():
+            return
+        if graph:
+            self.context.note_graph()
+        else:
+            self.context.sweep()
+
     def end_forward(self, *, sweep: bool) -> None:
         """Reshard what an outermost forward has left over.
 
@@ -639,12 +650,20 @@ class ShardedUnit:
             with accelerator.on_stream(inner):
                 for group in groups:
                     group.reduce()
-            if context.is_last_microbatch:
-                self._finish_window(groups)
         context.stats.reductions += len(groups)
         context.has_unwaited_reductions = True
+        if context.is_last_microbatch:
+            self.finish_window()
+        else:
+            context.note_unfinished(self)
 
-    def _finish_window(self, groups: Sequence[ParameterGroup]) -> None:
+    def finish_window(self) -> None:
+        """Bring gradients into optimizer placements: the last microbatch is over."""
+        groups = [group for group in self.groups if group.awaits_finish]
+        with accelerator.annotate(self._label("reduce_gradients")), torch.no_grad():
+            self._finish_groups(groups)
+
+    def _finish_groups(self, groups: Sequence[ParameterGroup]) -> None:
         context = self.context
         outer = context.outer_reduction_stream
         if outer is not context.inner_reduction_stream:
@@ -687,6 +706,12 @@ class ShardedUnit:
                 f"missing, or declare another grad_accumulation_count"
             )
             raise StateValueError(msg, fqn=self.fqn)
+        if any(group.awaits_finish for group in self.groups):
+            msg = (
+                f"the gradients of unit {self.name!r} must be complete when they are used, got none "
+                f"from a last microbatch; run that backward inside microbatch(context, is_last=True)"
+            )
+            raise StateError(msg, fqn=self.fqn)
         if self.phase is Phase.BACKWARD:
             missing = [
                 member.fqn

@@ -203,6 +203,7 @@ class _LocalStep:
         for runs in self._runs:
             for run in runs:
                 run.plain.grad = None
+                run.group.mark_written()
                 self._show_state(run)
 
     # -- gradients ---------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core import device as accelerator
 from fsdp_core.collectives import MeshAxes
@@ -135,6 +134,7 @@ class ParameterGroup:
         self._build_weights(main_dtype)
         self._main_grad: DBuffer | None = None
         self._grad_is_final = False
+        self._awaits_finish = False
         self._sharded_grads: tuple[DTensor, ...] = ()
         self._window_grads: tuple[DTensor, ...] = ()
         self._main_version = -1
@@ -204,7 +204,7 @@ class ParameterGroup:
     def _make_sharded(self, index: int, member: Member) -> None:
         local = self.main_weight.get_dtensor(index)
         member.sharded = nn.Parameter(local, requires_grad=member.full.requires_grad)
-        if member.full.requires_grad and self._main_grad_dtype != local.dtype:
+        if self._main_grad_dtype != local.dtype:
             member.sharded.grad_dtype = self._main_grad_dtype
         for key, value in vars(member.full).items():
             setattr(member.sharded, key, value)
@@ -231,10 +231,14 @@ class ParameterGroup:
     def is_stale(self) -> bool:
         """Whether the main weights were written since the full ones were taken from them.
 
-        Why by version counter: whoever writes them in place (an optimizer, a loaded state dict,
-        an initialiser) moves it, so nobody has to tell.
+        Why by version counter: whoever writes them in place (a loaded state dict, an initialiser)
+        moves it, so nobody has to tell. Fused and foreach optimizers do not: see `mark_written`.
         """
         return version_of(self.main_weight.flat) != self._main_version
+
+    def mark_written(self) -> None:
+        """Note that the main weights were written by something that moves no version counter."""
+        self._main_version = -1
 
     def unshard(self) -> int:
         """Fill the full weights, on the current stream.
@@ -346,7 +350,13 @@ class ParameterGroup:
         elif out is None:
             self._main_grad.flat.copy_(contribution.flat)
         self._partial.release_storage()
+        self._awaits_finish = True
         self._bind_window()
+
+    @property
+    def awaits_finish(self) -> bool:
+        """Whether gradients were reduced that are not in optimizer placements yet."""
+        return self._awaits_finish
 
     def finish_window(self) -> None:
         """Bring the window's gradients into optimizer placements, in place, on the current stream.
@@ -358,6 +368,7 @@ class ParameterGroup:
         if self._gradient != self._optimizer:
             self._main_grad.redistribute(self._optimizer, out=self._final_grad)
         self._grad_is_final = True
+        self._awaits_finish = False
         self._bind_final()
 
     def _prepare_window(self) -> bool:
@@ -428,6 +439,7 @@ class ParameterGroup:
             member.full.grad = None
             member.sharded.grad = None
         self._grad_is_final = False
+        self._awaits_finish = False
 
 
 def _dtensors(buffer: DBuffer, count: int) -> tuple[DTensor, ...]:
@@ -437,16 +449,12 @@ def _dtensors(buffer: DBuffer, count: int) -> tuple[DTensor, ...]:
 def _build_layout(members: Sequence[Member], spec: GroupSpec) -> GlobalLayout:
     shapes = [tuple(member.full.shape) for member in members]
     dp_size = spec.axes.mesh.size()
-    kinds = _all_placements(spec.placements)
+    kinds = spec.placements.kinds
     if any(isinstance(kind, TensorAtomic) for kind in kinds):
         assert spec.owners is not None
         return build_for_tensor_atomic(shapes, dp_size, [spec.owners[m.full] for m in members])
     blocks = [kind.block_size for kind in kinds if isinstance(kind, BlockAtomic)]
     return build_row_atomic_layout(shapes, dp_size, block_size=max(blocks, default=1))
-
-
-def _all_placements(placements: Placements) -> tuple[Placement, ...]:
-    return (*placements.parameter, *placements.gradient, *placements.optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,11 @@ class Placements:
             check_placements(placements, role=f"Placements.{role}")
             object.__setattr__(self, role, placements)
 
+    @property
+    def kinds(self) -> tuple[Placement, ...]:
+        """All placements of the three roles."""
+        return (*self.parameter, *self.gradient, *self.optimizer)
+
     def check_mesh(self, ndim: int, axis_names: Sequence[str] | None) -> None:
         """Check that `dp_axes` are all the axes of a mesh, in its order.
 
