@@ -189,7 +189,7 @@ def _all_reduce(request: Request, tensor: Tensor) -> Meaning:
     op, size = _reduction(request, [tensor]), request.size
 
     def compute(values: Values) -> list[list[Tensor]]:
-        return [[_reduced(op, values, lambda v: v[0])]] * size
+        return [[_reduced(op, values, lambda v: v[0].reshape(-1))]] * size
 
     return Meaning(
         "all_reduce",
@@ -362,7 +362,7 @@ def reduce_to_root(request: Request) -> list[Meaning]:
     op = _reduction(request, [tensor])
 
     def compute(values: Values) -> list[list[Tensor]]:
-        reduced = [_reduced(op, values, lambda v: v[0])]
+        reduced = [_reduced(op, values, lambda v: v[0].reshape(-1))]
         return [reduced if peer == root else [] for peer in range(size)]
 
     return [

@@ -94,7 +94,7 @@ def test_integers_are_averaged_towards_zero() -> None:
         dist.all_reduce(value, dist.ReduceOp.AVG)
         return value.item()
 
-    assert [2] * W == clean(program)
+    assert clean(program) == [2] * W
 
 
 def test_booleans_are_reduced() -> None:
@@ -106,7 +106,7 @@ def test_booleans_are_reduced() -> None:
         dist.all_reduce(every, dist.ReduceOp.MIN)
         return [bool(some), bool(every)]
 
-    assert [[True, False]] * W == clean(program)
+    assert clean(program) == [[True, False]] * W
 
 
 @pytest.mark.parametrize("make", [float, lambda factor: torch.tensor([factor])])
@@ -119,7 +119,7 @@ def test_a_premultiplied_sum_takes_each_ranks_own_factor(make: Callable[[float],
         dist.all_reduce(plain)
         return [scaled.item(), plain.item()]
 
-    assert [[20.0, 6.0]] * W == clean(program)
+    assert clean(program) == [[20.0, 6.0]] * W
 
 
 def test_a_premultiplied_sum_is_scattered() -> None:
@@ -131,7 +131,7 @@ def test_a_premultiplied_sum_is_scattered() -> None:
         quiet(dist.reduce_scatter_tensor, out, mine(rank, W), op)
         return out.item()
 
-    assert [60.0, 66.0, 72.0] == clean(program)
+    assert clean(program) == [60.0, 66.0, 72.0]
 
 
 def test_reduction_adds_in_rank_order() -> None:
@@ -142,7 +142,7 @@ def test_reduction_adds_in_rank_order() -> None:
         dist.all_reduce(value)
         return value.item()
 
-    assert [1.0] * W == clean(program)
+    assert clean(program) == [1.0] * W
 
 
 def test_broadcast_sends_the_roots_tensor() -> None:
@@ -153,7 +153,7 @@ def test_broadcast_sends_the_roots_tensor() -> None:
         dist.broadcast(value, 1)
         return value.tolist()
 
-    assert [[10.0, 11.0]] * W == clean(program)
+    assert clean(program) == [[10.0, 11.0]] * W
 
 
 def test_reduce_changes_the_root_alone() -> None:
@@ -164,7 +164,7 @@ def test_reduce_changes_the_root_alone() -> None:
         dist.reduce(value, 2)
         return value.item()
 
-    assert [1.0, 2.0, 6.0] == clean(program)
+    assert clean(program) == [1.0, 2.0, 6.0]
 
 
 def test_all_gather_fills_a_list() -> None:
@@ -175,7 +175,7 @@ def test_all_gather_fills_a_list() -> None:
         dist.all_gather(out, mine(rank))
         return [each.tolist() for each in out]
 
-    assert [[[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]] * W == clean(program)
+    assert clean(program) == [[[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]] * W
 
 
 def test_all_gather_takes_uneven_lists() -> None:
@@ -186,7 +186,7 @@ def test_all_gather_takes_uneven_lists() -> None:
         dist.all_gather(out, mine(rank, rank + 1))
         return [each.tolist() for each in out]
 
-    assert [[[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]] * W == clean(program)
+    assert clean(program) == [[[0.0], [10.0, 11.0], [20.0, 21.0, 22.0]]] * W
 
 
 def test_all_gather_fills_one_tensor() -> None:
@@ -211,7 +211,7 @@ def test_all_gather_in_place_reads_its_slice_of_the_output() -> None:
         quiet(dist.all_gather_into_tensor, out, out[2 * rank : 2 * rank + 2])
         return out.tolist()
 
-    assert [[0.0, 1.0, 10.0, 11.0, 20.0, 21.0]] * W == fsdp_sim.simulate(program, W).results
+    assert fsdp_sim.simulate(program, W).results == [[0.0, 1.0, 10.0, 11.0, 20.0, 21.0]] * W
 
 
 def test_reduce_scatter_takes_a_tensor() -> None:
@@ -222,7 +222,7 @@ def test_reduce_scatter_takes_a_tensor() -> None:
         quiet(dist.reduce_scatter_tensor, out, mine(rank, 2 * W))
         return out.tolist()
 
-    assert [[30.0, 33.0], [36.0, 39.0], [42.0, 45.0]] == clean(program)
+    assert clean(program) == [[30.0, 33.0], [36.0, 39.0], [42.0, 45.0]]
 
 
 def test_reduce_scatter_takes_lists() -> None:
@@ -250,7 +250,7 @@ def test_gather_and_scatter_have_a_root() -> None:
         )
         return [each.item() for each in out] if out else [], got.item()
 
-    assert [([], 5.0), ([0.0, 1.0, 2.0], 6.0), ([], 7.0)] == clean(program)
+    assert clean(program) == [([], 5.0), ([0.0, 1.0, 2.0], 6.0), ([], 7.0)]
 
 
 def test_all_to_all_swaps_pieces() -> None:
@@ -279,7 +279,7 @@ def test_barriers_let_everybody_go_on() -> None:
         dist.monitored_barrier()
         return rank
 
-    assert [0, 1, 2] == clean(program)
+    assert clean(program) == [0, 1, 2]
 
 
 def test_objects_travel() -> None:
@@ -325,7 +325,7 @@ def test_a_coalescing_manager_reduces_several_tensors(is_async: bool) -> None:
             manager.wait()
         return [*one.tolist(), *two.tolist()]
 
-    assert [[3.0, 3.0, 6.0]] * W == clean(program)
+    assert clean(program) == [[3.0, 3.0, 6.0]] * W
 
 
 def test_a_coalescing_manager_gathers_and_scatters() -> None:
@@ -358,7 +358,7 @@ def test_a_manager_with_a_device_takes_any_collective() -> None:
         manager.wait()
         return [one.item(), two.item()]
 
-    assert [[20.0, 30.0], [20.0, 10.0], [20.0, 20.0]] == clean(program)
+    assert clean(program) == [[20.0, 30.0], [20.0, 10.0], [20.0, 20.0]]
 
 
 def test_entries_of_a_batch_are_ops_of_their_own_under_one_batch() -> None:
@@ -373,8 +373,10 @@ def test_entries_of_a_batch_are_ops_of_their_own_under_one_batch() -> None:
     report = fsdp_sim.simulate(program, 2, trace=True)
     calls = [op.call for op in report.trace.ops if op.rank == 0 and op.call is not None]
 
-    assert [(0, (2,), 0), (1, (3,), 0), (2, (4,), None)] == [
-        (call.sequence, call.sizes, call.batch) for call in calls
+    assert [(call.sequence, call.sizes, call.batch) for call in calls] == [
+        (0, (2,), 0),
+        (1, (3,), 0),
+        (2, (4,), None),
     ]
 
 
@@ -392,7 +394,7 @@ def test_a_batch_on_one_rank_matches_single_calls_on_another() -> None:
             dist.all_reduce(two)
         return [one.sum().item(), two.sum().item()]
 
-    assert [[4.0, 6.0]] * 2 == clean(program, 2)
+    assert clean(program, 2) == [[4.0, 6.0]] * 2
 
 
 # ---------------------------------------------------------------------- functional collectives
@@ -427,7 +429,7 @@ def test_functional_collectives_that_are_waited_for_out_of_order_are_clean() -> 
         results = [funcol.all_reduce(mine(rank) + each, "sum", group) for each in range(3)]
         return [(each * 1).sum().item() for each in reversed(results)]
 
-    assert [[75.0, 69.0, 63.0]] * W == clean(program)
+    assert clean(program) == [[75.0, 69.0, 63.0]] * W
 
 
 def test_a_functional_result_used_without_its_wait_is_a_race() -> None:
@@ -465,7 +467,7 @@ def test_functional_collectives_have_gradients() -> None:
         assert source.grad is not None
         return source.grad.tolist()
 
-    assert [[1.0, 2.0, 3.0]] * W == clean(program)
+    assert clean(program) == [[1.0, 2.0, 3.0]] * W
 
 
 # ---------------------------------------------------------------------- bad input
@@ -488,8 +490,10 @@ def test_functional_collectives_have_gradients() -> None:
         ),
         (
             lambda: dist.all_to_all_single(torch.empty(2), torch.ones(3)),
-            "all_to_all: dim 0 of the input must be divisible by 2 ranks, got 3; "
-            "give input_split_sizes",
+            (
+                "all_to_all: dim 0 of the input must be divisible by 2 ranks, got 3; "
+                "give input_split_sizes"
+            ),
         ),
         (
             lambda: dist.all_to_all_single(torch.empty(2), torch.ones(3), [1, 1], [1, 1]),
@@ -497,8 +501,10 @@ def test_functional_collectives_have_gradients() -> None:
         ),
         (
             lambda: dist.all_reduce(torch.ones(2, 3).t()),
-            "all_reduce: tensors must be contiguous, got sizes [3, 2] with strides [1, 3]; "
-            "call .contiguous() first",
+            (
+                "all_reduce: tensors must be contiguous, got sizes [3, 2] with strides [1, 3]; "
+                "call .contiguous() first"
+            ),
         ),
     ],
 )
