@@ -106,8 +106,8 @@ def replay(trace: str | None, schedule: str, script: str, arguments: tuple[str, 
 @contextmanager
 def _judging(path: str, arguments: tuple[str, ...]) -> Iterator[Script]:
     """Give the script to run; what the body raises is printed and becomes the exit status."""
+    program = _load(path, arguments)
     try:
-        program = Script(path, arguments)
         with program.importing():
             yield program
     except ConfigError as error:
@@ -120,6 +120,13 @@ def _judging(path: str, arguments: tuple[str, ...]) -> Iterator[Script]:
     except Exception:
         console.print(traceback.format_exc())
         sys.exit(FINDINGS)
+
+
+def _load(path: str, arguments: tuple[str, ...]) -> Script:
+    try:
+        return Script(path, arguments)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _conclude(program: Script, report: "Report", trace: str | None) -> None:

@@ -95,8 +95,10 @@ def show_losses(
             f"{whole - theirs:+.1e}",
         )
     console.print(table)
-    mine = whole_weights(of_ranks)
-    unequal = [name for name, weight in weights.items() if not torch.equal(weight, mine[name])]
+    put_together = whole_weights(of_ranks)
+    unequal = [
+        name for name, weight in weights.items() if not torch.equal(weight, put_together[name])
+    ]
     console.print(
         f"losses fell from {losses[0]:.3f} to {losses[-1]:.3f}; "
         f"of {len(weights)} weights {len(unequal)} differ in any bit"
