@@ -1,6 +1,5 @@
 """The k-th collective of a group must agree on all its ranks, and is compared when it is issued."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -154,14 +153,21 @@ def test_ranges_of_the_user_never_take_part() -> None:
 def test_units_that_run_in_another_order_on_one_rank_are_found(width: int) -> None:
     """B05: equal shapes, which real backends mix up without a word, and unequal ones."""
 
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.units = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, width)})
+
+        def forward(self, rank: int) -> torch.Tensor:
+            order = ("a", "b") if rank == 0 else ("b", "a")
+            return torch.stack([self.units[name](torch.ones(1, 4)).sum() for name in order]).sum()
+
     def program(rank: int) -> float:
-        units = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, width)})
-        for unit in units.values():
+        model = Branches()
+        for unit in model.units.values():
             fully_shard(unit)
-        total = torch.zeros(())
-        for name in ("a", "b") if rank == 0 else ("b", "a"):
-            total = total + units[name](torch.ones(1, 4)).sum()
-        return float(total)
+        fully_shard(model)
+        return model(rank).item()
 
     with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
         fsdp_sim.simulate(program, 2)
@@ -173,10 +179,9 @@ def test_an_order_that_comes_from_a_set_is_found_at_the_first_difference() -> No
     """B39: each rank's objects have hashes of their own, so do real processes."""
 
     def program(rank: int) -> None:
-        tensors = [torch.ones(2), torch.ones(3), torch.ones(5)]
-        random.Random(rank).shuffle(tensors)
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+        sizes = (2, 3, 5) if rank == 0 else (5, 2, 3)  # as a set of tensors may be iterated
+        for size in sizes:
+            dist.all_reduce(torch.ones(size))
 
     with pytest.raises(fsdp_sim.CollectiveMismatch, match="operation 0 of group '0'"):
         fsdp_sim.simulate(program, 2)
@@ -187,7 +192,7 @@ def test_one_more_validation_step_on_one_rank_is_never_paired() -> None:
 
     def program(rank: int) -> None:
         unit = nn.Linear(4, 4)
-        fully_shard(unit)
+        fully_shard(unit, reshard_after_forward=True)
         with torch.no_grad():
             for _ in range(3 + rank):
                 unit(torch.ones(1, 4))
