@@ -11,30 +11,47 @@ from torch import Tensor
 
 from fsdp_sim import patches
 from fsdp_sim.machine import Machine, caller
-from fsdp_sim.meeting import Pending, geometry_of, settle, tensor_of
+from fsdp_sim.meeting import Pending, geometry_of, moved, settle, tensor_of
 from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Kind, Source
 from fsdp_sim.tensors import access_of
 
 
 class Deferred(Pending):
-    """An operator that has been issued and not run."""
+    """An operator that has been issued and not run.
 
-    __slots__ = ("name", "run", "source")
+    Attributes:
+        arguments: positional ones, then those by name; on the program's memory.
+        outputs: what is new among its results, in order.
+    """
+
+    __slots__ = ("arguments", "func", "is_fresh", "name", "outputs", "source")
 
     def __init__(self, machine: Machine, stream: int, name: str, source: Source | None) -> None:
         super().__init__(machine, stream, unit=object())
         self.name = name
         self.source = source
-        self.run: Callable[[], None] = lambda: None
+        self.func: Any = None
+        self.arguments: tuple[Any, Any] = ((), {})
+        self.is_fresh: Sequence[bool] = ()
+        self.outputs: list[Tensor] = []
 
     def proceed(self) -> Sequence[Pending]:
         """Run it: all its inputs are there."""
+        args, kwargs = self.arguments
         with patches.below_dispatch():
-            self.run()
-        self.run = lambda: None
+            results = flat(self.func(*args, **kwargs))
+            fresh = [tensor for tensor, new in zip(results, self.is_fresh, strict=True) if new]
+            for output, result in zip(self.outputs, fresh, strict=True):
+                output.copy_(result)
+        self.arguments, self.outputs = ((), {}), []
         self.is_ready = True
         return (self,)
+
+    def move(self, old: int, new: Any) -> None:
+        """Run on another storage."""
+        self.arguments = _mapped(self.arguments, lambda tensor: moved(tensor, old, new))
+        self.outputs = [moved(tensor, old, new) for tensor in self.outputs]
 
     def describe(self) -> str:
         """Return the operator and where it was issued."""
@@ -65,7 +82,9 @@ def defer(
         accesses.append((record, access_of(tensor, record.ordinal, write=True)))
     for record, access in accesses:
         deferred.note(record, access)
-    deferred.run = _later(func, _aliases(args), _aliases(kwargs), is_fresh, _aliases(fresh))
+    deferred.func, deferred.is_fresh = func, is_fresh
+    deferred.arguments = _mapped((args, kwargs), _alias)
+    deferred.outputs = [_alias(tensor) for tensor in fresh]
     machine.emit(
         Kind.ATEN, name, stream, tuple(access for _, access in accesses), source=deferred.source
     )
@@ -73,26 +92,19 @@ def defer(
     return out
 
 
-def _later(
-    func: Any, args: Any, kwargs: Any, is_fresh: Sequence[bool], outputs: Sequence[Tensor]
-) -> Callable[[], None]:
-    def run() -> None:
-        results = flat(func(*args, **kwargs))
-        fresh = [tensor for tensor, new in zip(results, is_fresh, strict=True) if new]
-        for output, result in zip(outputs, fresh, strict=True):
-            output.copy_(result)
-
-    return run
+def _alias(tensor: Tensor) -> Tensor:
+    """Return the tensor with a version counter of its own."""
+    return tensor_of(tensor.untyped_storage(), geometry_of(tensor))
 
 
-def _aliases(value: Any) -> Any:
-    """Return the same arguments on the same memory, with version counters of their own."""
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same arguments with other tensors."""
     if isinstance(value, Tensor):
-        return tensor_of(value.untyped_storage(), geometry_of(value))
+        return change(value)
     if isinstance(value, (list, tuple)):
-        return [_aliases(item) for item in value]
+        return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _aliases(item) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     return value
 
 
@@ -105,9 +117,20 @@ def flat(out: Any) -> list[Tensor]:
     )
 
 
-def before_resize(machine: Machine, record: StorageRecord | None) -> None:
-    """The memory of a storage is about to change: what still has to read it must do so first."""
-    needs = [entry[0] for entry in record.pending] if record is not None else []
-    needs = [each for each in needs if not each.is_ready]
-    if needs:
-        machine.park_for(tuple(needs), "resize_ needs values", is_host_wait=False)
+def before_resize(machine: Machine, storage: Any, nbytes: int) -> None:
+    """The memory of a storage is about to change: what is pending on it must not see that.
+
+    Memory that is freed is kept for what still uses it; otherwise that must be over first.
+    """
+    record = machine.memory.known(storage)
+    if record is None or not record.pending:
+        return
+    users = {id(entry[0]): entry[0] for entry in record.pending}
+    if nbytes:
+        machine.park_for(tuple(users.values()), "resize_ needs values", is_host_wait=False)
+        return
+    with patches.below_dispatch():
+        kept = storage.clone()
+    for pending in users.values():
+        pending.move(patches.storage_key(storage), kept)
+    record.pending = []

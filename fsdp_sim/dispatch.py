@@ -108,7 +108,7 @@ def classify(func: Any) -> Operator:
     hidden = HIDDEN_WRITES.get(schema.name, ())
     writes = {name: write or name in hidden for name, write in schema.writes.items()}
     handle = _handler_of(schema, writes)
-    can_defer = handle is _run_op and patches.is_foreseeable(func)
+    can_defer = handle in (_run_op, _run_copy, _run_indexing) and patches.is_foreseeable(func)
     return Operator(schema.full_name, tuple(writes.values()), writes, handle, can_defer)
 
 

@@ -6,7 +6,7 @@ them is judged apart, by the device graph.
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -112,6 +112,10 @@ class Pending:
             rank.wake()
         self.waiters = []
 
+    def move(self, old: int, new: Any) -> None:
+        """Read and write another storage instead of the one at address ``old``, which is to go."""
+        raise NotImplementedError
+
     def describe(self) -> str:
         """Return it in words, for reports."""
         raise NotImplementedError
@@ -151,7 +155,7 @@ class Part(Pending):
         self.launch: Launch
         self.inputs: list[Tensor] = []
         self.values: list[Any] = []
-        self.outputs: list[tuple[weakref.ref[Any], Geometry]] = []
+        self.outputs: list[tuple[Callable[[], Any], Geometry]] = []
         self.stash: list[Tensor] | None = None
 
     def take(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], extra: list[Any]) -> None:
@@ -167,6 +171,14 @@ class Part(Pending):
         self.inputs = []
         self.is_ready = True
         return self.meeting.complete_if_all_here()
+
+    def move(self, old: int, new: Any) -> None:
+        """Read and write another storage, and keep it alive until then."""
+        self.inputs = [moved(tensor, old, new) for tensor in self.inputs]
+        self.outputs = [
+            ((lambda: new) if is_at(storage_ref(), old) else storage_ref, geometry)
+            for storage_ref, geometry in self.outputs
+        ]
 
     def write(self, results: Sequence[Tensor]) -> None:
         """Write the outputs that are still alive."""
@@ -233,6 +245,18 @@ def geometry_of(tensor: Tensor) -> Geometry:
 def tensor_of(storage: Any, geometry: Geometry) -> Tensor:
     """Return a tensor of the storage with a version counter of its own, so that autograd sees nothing."""
     return patches.tensor_on(storage, *geometry)
+
+
+def is_at(storage: Any, address: int) -> bool:
+    """Whether a storage, which may be gone, is the one at ``address``."""
+    return storage is not None and patches.storage_key(storage) == address
+
+
+def moved(tensor: Tensor, old: int, new: Any) -> Tensor:
+    """Return the same tensor on another storage if it is on the one at address ``old``."""
+    if not is_at(tensor.untyped_storage(), old):
+        return tensor
+    return tensor_of(new, geometry_of(tensor))
 
 
 def poison(outputs: Sequence[Tensor], accesses: Sequence[Access], reads: Sequence[Access]) -> None:

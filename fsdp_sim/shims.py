@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import deferral, groups, patches, streams
+from fsdp_sim import deferral, groups, meshes, patches, streams
 from fsdp_sim import machine as machines
 from fsdp_sim.dispatch import host_read
 from fsdp_sim.tensors import access_of
@@ -20,6 +20,7 @@ def install(undo: patches.Patches) -> None:
     _install_host_reads(undo)
     _install_memory(undo)
     groups.install(undo)
+    meshes.install(undo)
     _install_ranges(undo)
 
 
@@ -161,7 +162,7 @@ def _install_memory(undo: patches.Patches) -> None:
         if machine is None:
             return original(self, nbytes)
         before = self.nbytes()
-        deferral.before_resize(machine, machine.memory.known(self))
+        deferral.before_resize(machine, self, nbytes)
         if nbytes == 0:
             machine.memory.poison(self)
         out = original(self, nbytes)
