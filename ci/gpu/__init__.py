@@ -1,0 +1,1 @@
+"""What one GPU shows, in named parts."""
