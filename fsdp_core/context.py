@@ -608,11 +608,12 @@ class FsdpContext:
             Call it behind the last producer of gradients and before the first reader or writer
             of `.grad`. The host does not wait.
         """
-        # Edge 7: the optimizer reads what the reduction streams wrote.
-        accelerator.wait_stream(self.current_stream(), self.inner_reduction_stream)
-        if self.outer_reduction_stream is not self.inner_reduction_stream:
-            # Edge 7: the same, for the reduction that ends a window.
-            accelerator.wait_stream(self.current_stream(), self.outer_reduction_stream)
+        with accelerator.annotate("complete"):
+            # Edge 7: the optimizer reads what the reduction streams wrote.
+            accelerator.wait_stream(self.current_stream(), self.inner_reduction_stream)
+            if self.outer_reduction_stream is not self.inner_reduction_stream:
+                # Edge 7: the same, for the reduction that ends a window.
+                accelerator.wait_stream(self.current_stream(), self.outer_reduction_stream)
         self.has_unwaited_reductions = False
 
     def post_backward(self) -> None:

@@ -1,8 +1,9 @@
-"""Prefetch: what a runtime gathers is used before it is given back."""
+"""Prefetch: what a runtime gathers is used before it is given back, and not left in flight."""
 
 from collections.abc import Iterable
 
-from fsdp_sim.checkers.checker import COLLECTIVE, FREE, WORK_KINDS
+from fsdp_sim.checkers.capture import COMPLETION
+from fsdp_sim.checkers.checker import COLLECTIVE, FREE, RANGE_POP, WORK_KINDS
 from fsdp_sim.checkers.words import Words, place
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
@@ -38,11 +39,14 @@ class Prefetch:
     runtime needed the weights then, though the operators may turn out not to (the first layer's, in a
     backward that needs no gradient of the input).  A wait only to drop the weights is none.
 
+    A gather that was begun and that nobody has waited for or freed when a step completes is an error: its
+    unit looks gathered to the next step, which would compute with old weights.
+
     Only collectives that a runtime labelled as gathers of weights count: a program may well gather a
     value that one rank alone looks at.
     """
 
-    kinds = WORK_KINDS | {FREE, Kind.RECORD_EVENT, Kind.WAIT_EVENT}
+    kinds = WORK_KINDS | {FREE, RANGE_POP, Kind.RECORD_EVENT, Kind.WAIT_EVENT}
 
     def __init__(self, words: Words) -> None:
         self._words = words
@@ -68,6 +72,8 @@ class Prefetch:
         elif op.kind is FREE:
             gather = unused.pop(op.other, None)
             return () if gather is None else [self._report(gather, f"freed at {place(op)}")]
+        elif op.kind is RANGE_POP:
+            return self._complete(gathers, op) if op.name.startswith(COMPLETION) else ()
         elif op.kind is Kind.RECORD_EVENT:
             gathers.guarded[op.other] = gathers.fresh.pop(op.stream, [])
         elif op.kind is Kind.WAIT_EVENT and not (op.annotation or "").startswith(RELEASES):
@@ -91,6 +97,23 @@ class Prefetch:
             if access.write:
                 gathers.unused[access.storage] = op
                 gathers.fresh.setdefault(op.stream, []).append(access.storage)
+
+    def _complete(self, gathers: _Gathers, end: Op) -> list[Finding]:
+        """Report what is in flight when a step completes."""
+        left = list(gathers.unused.values())
+        gathers.unused.clear()
+        words = self._words
+        return [
+            Finding(
+                "NotAtRest",
+                f"rank {gather.rank}: {gather.name!r} for {gather.annotation!r} must be waited for or"
+                " freed before the step completes, but its weights were left in flight",
+                (words.site(gather), words.site(end)),
+                (),
+                (gather.rank,),
+            )
+            for gather in left
+        ]
 
     def _report(self, gather: Op, fate: str) -> Finding:
         message = (

@@ -113,3 +113,28 @@ def test_each_unit_that_was_gathered_in_vain_is_named() -> None:
         op.source = None
 
     assert len(ops.findings("prefetch")) == 2
+
+
+def test_a_gather_that_is_in_flight_when_the_step_completes_is_an_error() -> None:
+    """Its unit would look gathered to the next step."""
+    ops = Ops()
+    gather(ops)
+    ops.push("fsdp_core::complete")
+    ops.pop_range("fsdp_core::complete")
+
+    (finding,) = ops.findings("prefetch")
+
+    assert finding.kind == "NotAtRest"
+    assert "'fsdp_core::unshard fc2' must be waited for or freed" in finding.message
+
+
+def test_a_gather_that_was_waited_for_may_stay_when_the_step_completes() -> None:
+    """Weights that are kept on purpose are no defect."""
+    ops = Ops()
+    gather(ops)
+    ops.record(1, event=0)
+    ops.wait(0, event=0)
+    ops.push("fsdp_core::complete")
+    ops.pop_range("fsdp_core::complete")
+
+    assert ops.findings("prefetch") == ()
