@@ -89,7 +89,7 @@ class Window:
         count: how many came.
         entered: uses that backward has entered.
         graph_task: the backward pass that entered the last one.
-        nested: the last gradient came in a backward pass inside the one that entered the unit
+        nested: some gradient came in a backward pass inside the one that entered the unit
             (reentrant checkpointing), so more may come until that one moves on.
         reduced: the gradients were reduced; frozen weights may still be needed.
     """
@@ -407,8 +407,7 @@ class ShardedUnit:
         context.ensure_finalized()
         recomputing = in_graph_task()
         if recomputing:
-            # A root that is recomputed may be the first that this backward pass enters.
-            context.begin_backward()
+            context.begin_recomputation(module)
         elif not context.calls:
             context.begin_forward()
         self._check_entry(module, recomputing=recomputing)
@@ -568,12 +567,11 @@ class ShardedUnit:
             self._open()
         window = self._window
         window.add(index)
+        task = current_graph_task()
+        if task not in (-1, context.graph_task):
+            more_uses = window.entered < self._live_uses
+            window.nested |= window.entered > 0 and (more_uses or task != window.graph_task)
         if window.is_full:
-            task = current_graph_task()
-            more_uses = window.entered < self._live_uses and task != context.graph_task
-            window.nested = window.entered > 0 and (
-                task not in (-1, window.graph_task) or more_uses
-            )
             self.retry()
 
     def retry(self) -> None:
