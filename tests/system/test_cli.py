@@ -136,13 +136,84 @@ def test_a_replay_that_does_not_fit_leaves_with_3(tmp_path: Path) -> None:
     assert result.stderr.startswith("not simulated: step 99 wants 1, but the run ended before it")
 
 
-def test_trace_writes_a_timeline(tmp_path: Path) -> None:
+def recorded(folder: Path, text: str) -> str:
+    """Run a script, store its trace and return the file's path."""
+    path = folder / "trace.jsonl"
+    invoke("run", "--ranks", "2", "--trace", str(path), script(folder, text))
+    return str(path)
+
+
+def test_run_writes_a_timeline(tmp_path: Path) -> None:
     """The file is where the command was told to put it."""
     timeline = tmp_path / "timeline.json"
-    result = invoke("run", "--ranks", "2", "--trace", str(timeline), script(tmp_path, CLEAN))
+    result = invoke("run", "--ranks", "2", "--timeline", str(timeline), script(tmp_path, CLEAN))
 
     assert result.exit_code == 0
     assert '"traceEvents"' in timeline.read_text()
+
+
+def test_check_finds_in_a_stored_trace_what_the_run_found(tmp_path: Path) -> None:
+    """Checkers need no program, only its operations."""
+    result = invoke("check", recorded(tmp_path, RACE))
+
+    assert result.exit_code == 1
+    assert "script.py:7  x.sum()" in result.stderr
+
+
+def test_check_of_a_clean_trace_leaves_with_0(tmp_path: Path) -> None:
+    """A correct program has no findings in store either."""
+    result = invoke("check", recorded(tmp_path, CLEAN))
+
+    assert result.exit_code == 0
+    assert "no findings" in result.stderr
+
+
+def test_trace_text_has_a_line_for_each_operation(tmp_path: Path) -> None:
+    """What people grep in."""
+    result = invoke("trace", "text", recorded(tmp_path, CLEAN))
+
+    assert result.exit_code == 0
+    assert sum("all_reduce" in line for line in result.stdout.splitlines()) == 2
+
+
+def test_trace_diff_names_the_first_difference(tmp_path: Path) -> None:
+    """A trace equals itself; another program's differs."""
+    one = recorded(tmp_path, CLEAN)
+    (tmp_path / "other").mkdir()
+    other = recorded(tmp_path / "other", RACE)
+    same, different = invoke("trace", "diff", one, one), invoke("trace", "diff", one, other)
+
+    assert (same.exit_code, same.stdout) == (0, "the same\n")
+    assert different.exit_code == 1
+    assert different.stdout.startswith("rank 0 differs at entry ")
+
+
+def test_trace_perfetto_writes_a_timeline(tmp_path: Path) -> None:
+    """The same as `run --timeline` would have written."""
+    timeline = tmp_path / "timeline.json"
+    result = invoke("trace", "perfetto", recorded(tmp_path, CLEAN), str(timeline))
+
+    assert result.exit_code == 0
+    assert '"traceEvents"' in timeline.read_text()
+
+
+def test_a_saved_failure_replays_from_its_file(tmp_path: Path) -> None:
+    """A replay file needs no other argument, and says how what came up compares."""
+    path = str(tmp_path / "replay.json")
+    explored = invoke("explore", "--ranks", "2", "--save", path, BY_QUERY)
+    replayed = invoke("replay", path)
+
+    assert explored.exit_code == 1
+    assert replayed.exit_code == 1
+    assert "the same finding came up (CollectiveMismatch), with the same digest" in replayed.stderr
+
+
+def test_doctor_is_well() -> None:
+    """It tries a correct and a wrong program."""
+    result = invoke("doctor")
+
+    assert result.exit_code == 0
+    assert "a correct program is clean, a wrong one is found" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -157,7 +228,8 @@ def test_trace_writes_a_timeline(tmp_path: Path) -> None:
         ),
         (("replay", "v9;w2", BY_QUERY), "a schedule must be of version 1, got 'v9'"),
         (("replay", "nonsense", BY_QUERY), "a schedule must begin with its version"),
-        (("mutate", "fsdp_core"), "'fsdp-sim mutate' is not built yet"),
+        (("replay", "v1;w2"), "a schedule and a script, or a replay file, got 'v1;w2' alone"),
+        (("check",), "Missing argument 'FILES...'."),
     ],
 )
 def test_wrong_usage_leaves_with_2(arguments: tuple[str, ...], message: str) -> None:

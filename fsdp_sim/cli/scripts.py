@@ -1,0 +1,135 @@
+"""``fsdp-sim run``, ``explore`` and ``replay``: scripts on simulated ranks."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import fsdp_sim
+from fsdp_sim.cli.outcome import CLEAN, FINDINGS, conclude, console, judging
+from fsdp_sim.errors import ConfigError
+from fsdp_sim.script import Script
+
+if TYPE_CHECKING:
+    from fsdp_sim.simulation import Report
+
+SCRIPT_FIRST = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+ranks_option = click.option(
+    "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="simulated ranks"
+)
+output = click.Path(dir_okay=False, writable=True)
+trace_option = click.option("--trace", type=output, help="write all operations here")
+timeline_option = click.option("--timeline", type=output, help="write a timeline for Perfetto here")
+script_argument = click.argument("script", type=click.Path(exists=True, dir_okay=False))
+rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+
+
+@click.command(context_settings=SCRIPT_FIRST)
+@ranks_option
+@click.option("--scheduler", default="program_order", show_default=True, help="who runs next")
+@click.option("--seed", type=int, default=0, show_default=True, help="of the scheduler")
+@trace_option
+@timeline_option
+@script_argument
+@rest_argument
+def run(
+    ranks: int, trace: str | None, timeline: str | None, script: str, arguments: Any, **how: Any
+) -> None:
+    """Run SCRIPT once on each rank, and check the run."""
+    with _program(script, arguments) as program:
+        keeps = bool(trace or timeline)
+        report = fsdp_sim.simulate(program, ranks, strict=False, trace=keeps, **how)
+        _write(report, trace, timeline)
+        conclude(report, [script, *arguments])
+
+
+@click.command(context_settings=SCRIPT_FIRST)
+@ranks_option
+@click.option("--schedules", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--scheduler", default="pct", show_default=True, help="how schedules are drawn")
+@click.option("--seed", type=int, default=0, show_default=True, help="of the first schedule")
+@click.option("--save", type=output, help="write a failure here, as a file that replay takes")
+@script_argument
+@rest_argument
+def explore(ranks: int, save: str | None, script: str, arguments: Any, **how: Any) -> None:
+    """Run SCRIPT under many schedules; show the first failure, made minimal."""
+    with _program(script, arguments) as program:
+        search = fsdp_sim.explore(program, ranks, strict=False, **how)
+        console.print(search.summary())
+        if search.failure is not None:
+            if save is not None:
+                _save(search.failure, save, script, arguments)
+            raise search.failure
+
+
+@click.command(context_settings=SCRIPT_FIRST)
+@trace_option
+@timeline_option
+@click.argument("what")
+@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False))
+@rest_argument
+def replay(
+    trace: str | None, timeline: str | None, what: str, script: str | None, arguments: Any
+) -> None:
+    """Run a failure again: a schedule such as 'v1;w4;17>2' and SCRIPT, or a replay file."""
+    options: dict[str, Any] = {"trace": bool(trace or timeline)}
+    if script is None:
+        _follow(what, options)
+        return
+    with _program(script, arguments) as program:
+        report = fsdp_sim.replay(program, what, strict=False, **options)
+        _write(report, trace, timeline)
+        conclude(report, [script, *arguments])
+
+
+@contextmanager
+def _program(script: str, arguments: tuple[str, ...]) -> Iterator[Script]:
+    """Give a script as a rank function, able to import what lies beside it."""
+    with judging([script, *arguments]):
+        program = Script(script, arguments)
+        with program.importing():
+            yield program
+
+
+def _write(report: "Report", trace: str | None, timeline: str | None) -> None:
+    if trace is not None:
+        report.trace.save(trace)
+        console.print(f"trace: {trace}")
+    if timeline is not None:
+        report.trace.to_chrome(timeline)
+        console.print(f"timeline: {timeline}")
+
+
+def _save(failure: BaseException, path: str, script: str, arguments: tuple[str, ...]) -> None:
+    from fsdp_sim.replay_file import ScriptCall, dump, of_failure
+
+    file = of_failure(failure, script=ScriptCall(script, arguments))
+    Path(path).write_text(dump(file), encoding="utf-8")
+    console.print(f"replay file: {path}")
+
+
+def _follow(path: str, options: dict[str, Any]) -> None:
+    """Follow a replay file and say how what came up compares with what it expects."""
+    if not Path(path).is_file():
+        raise click.UsageError(
+            f"replay takes a schedule and a script, or a replay file, got {path!r} alone"
+        )
+    from fsdp_sim.follow import follow
+    from fsdp_sim.replay_file import read, verdict
+
+    with judging([path]):
+        file = read(path)
+        failure: Exception | None = None
+        try:
+            follow(file, **options)
+        except (ConfigError, fsdp_sim.RunError):
+            raise
+        except Exception as error:
+            failure = error
+            console.print(f"{type(error).__name__}: {error}")
+        console.print(verdict(file, failure))
+        sys.exit(CLEAN if failure is None else FINDINGS)

@@ -1,0 +1,77 @@
+"""``fsdp-sim trace`` and ``check``: stored traces, read and judged."""
+
+import sys
+
+import click
+
+from fsdp_sim.cli.outcome import CLEAN, FINDINGS, console, judging
+from fsdp_sim.report import finding_text
+from fsdp_sim.trace import Trace, diff
+
+stored = click.Path(exists=True, dir_okay=False)
+
+
+@click.group()
+def trace() -> None:
+    """Read traces that `fsdp-sim run --trace FILE` wrote."""
+
+
+@trace.command()
+@click.argument("file", type=stored)
+def text(file: str) -> None:
+    """Print one line an operation."""
+    with judging([file]):
+        click.echo(Trace.load(file).to_text())
+
+
+@trace.command()
+@click.argument("file", type=stored)
+@click.argument("output", type=click.Path(dir_okay=False, writable=True))
+def perfetto(file: str, output: str) -> None:
+    """Write a timeline for Perfetto: a row for each rank and stream, an arrow for each wait."""
+    with judging([file]):
+        Trace.load(file).to_chrome(output)
+
+
+@trace.command()
+@click.argument("file", type=stored)
+@click.argument("output", type=click.Path(dir_okay=False, writable=True))
+def picture(file: str, output: str) -> None:
+    """Draw a gather, the compute it overlaps and the wait that joins them (PNG or SVG)."""
+    from fsdp_sim.picture import draw
+
+    with judging([file]):
+        loaded = Trace.load(file)
+        draw(loaded.ops, range(loaded.world_size), output)
+
+
+@trace.command("diff")
+@click.argument("one", type=stored)
+@click.argument("other", type=stored)
+@click.option("--order", is_flag=True, help="compare the order of streams and collectives alone")
+def difference(one: str, other: str, *, order: bool) -> None:
+    """Print the first operation that differs."""
+    with judging([one, other]):
+        found = diff(Trace.load(one), Trace.load(other), order_only=order)
+        click.echo("the same" if found is None else str(found))
+        sys.exit(CLEAN if found is None else FINDINGS)
+
+
+@click.command()
+@click.argument("files", type=stored, nargs=-1, required=True)
+def check(files: tuple[str, ...]) -> None:
+    """Run every checker on stored traces."""
+    from fsdp_sim.analysis import analyse
+    from fsdp_sim.checkers import CHECKERS, make
+
+    is_clean = True
+    with judging(files):
+        for file in files:
+            loaded = Trace.load(file)
+            findings = analyse(loaded.ops, make(CHECKERS), loaded.world_size).findings
+            for finding in findings:
+                console.print(f"{finding_text(finding)}\n")
+            errors = [finding for finding in findings if not finding.is_notice]
+            console.print(f"{file}: {len(errors) or 'no'} findings, digest {loaded.digest}")
+            is_clean = is_clean and not errors
+    sys.exit(CLEAN if is_clean else FINDINGS)
