@@ -16,7 +16,6 @@ Reading order is import order; each file imports only from those below it.
     gather_scatter.py     packed point-to-point of owners
     owner_planning.py     owner maps and plans (pure)
     dbuffer.py            DBuffer: flat distributed buffer; placement changes become collectives
-    collectives.py        the steps of a redistribution as collectives on the current stream
     collectives.py        the collectives of one mesh axis, on equal and unequal pieces
     layout_builder.py     packing algorithms (pure)
     layout.py             GlobalLayout, ranges (pure)
@@ -27,6 +26,8 @@ Reading order is import order; each file imports only from those below it.
     torch_private.py      every private PyTorch name that fsdp_core uses, and which versions have it
     errors.py             ConfigError, StateError
 """
+
+import torch
 
 from fsdp_core.checkpoint import load_checkpoint, save_checkpoint
 from fsdp_core.context import FsdpContext, PrefetchOrder
@@ -44,6 +45,9 @@ from fsdp_core.phase import Phase
 from fsdp_core.placement import BlockAtomic, Placements, RowAtomic, TensorAtomic
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
+from fsdp_core.torch_private import check_torch_version
+
+check_torch_version(torch.__version__)
 
 __all__ = [
     "BlockAtomic",

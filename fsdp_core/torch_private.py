@@ -4,6 +4,7 @@ Checked with torch 2.11 and 2.13. A name that one of them lacks is bridged here,
 file asks for a version.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
+
+TESTED_VERSIONS = ("2.11", "2.13")
+UNTESTED_VERSIONS = ("2.12", "2.14")
+
+
+def check_torch_version(version: str) -> None:
+    """Warn of a PyTorch version that is not run by our tests, and refuse one that is too far off.
+
+    Raises:
+        ImportError: neither a tested version nor one between or right behind them.
+    """
+    release = ".".join(version.split(".")[:2])
+    if release in UNTESTED_VERSIONS:
+        warnings.warn(
+            f"fsdp_core is tested with PyTorch {' and '.join(TESTED_VERSIONS)}; {version} is untested",
+            stacklevel=2,
+        )
+    elif release not in TESTED_VERSIONS:
+        msg = (
+            f"fsdp_core needs PyTorch {' or '.join(TESTED_VERSIONS)} "
+            f"({' and '.join(UNTESTED_VERSIONS)} are let through untested), got {version}; install one"
+        )
+        raise ImportError(msg)
+
 
 # torch 2.12 renamed the two single-tensor collectives; the old names warn since then.
 _HAS_SINGLE_NAMES = hasattr(dist, "all_gather_single")

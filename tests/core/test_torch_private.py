@@ -1,10 +1,14 @@
 """Private PyTorch names: each does here what fsdp_core relies on."""
 
+import re
+
+import pytest
 import torch
 from torch import nn
 from torch.autograd.profiler import profile
 
 from fsdp_core.torch_private import (
+    check_torch_version,
     in_graph_task,
     is_assigning_load,
     preserve_version,
@@ -67,3 +71,25 @@ def test_an_assigning_load_is_recognised() -> None:
     module.load_state_dict(module.state_dict())
 
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.1"])
+def test_a_tested_version_of_torch_is_taken_in_silence(version: str) -> None:
+    """No warning, no error."""
+    check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.14.1+cpu"])
+def test_an_untested_version_of_torch_is_let_through_with_one_warning(version: str) -> None:
+    """The warning names the version."""
+    with pytest.warns(UserWarning, match=f"{re.escape(version)} is untested") as caught:
+        check_torch_version(version)
+
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.15.0", "1.13", "3.0"])
+def test_any_other_version_of_torch_is_refused(version: str) -> None:
+    """The error says which will do."""
+    with pytest.raises(ImportError, match=r"needs PyTorch 2\.11 or 2\.13"):
+        check_torch_version(version)
