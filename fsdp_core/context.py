@@ -47,6 +47,8 @@ class Unit(Protocol):
     Attributes:
         ref: the unit, weakly.
         fqn: names of its modules relative to their roots.
+        name: how messages and ranges call it: by its fqn, and by its root's number where the
+            context has several roots.
         modules: its modules, weakly; events carry the first.
         enclosing: the units whose forward called this one, at its last use in backward.
         full_numel: elements of its whole parameters.
@@ -57,6 +59,7 @@ class Unit(Protocol):
 
     ref: "weakref.ref[Any]"
     fqn: str
+    name: str
     modules: tuple["weakref.ref[nn.Module]", ...]
     enclosing: tuple["weakref.ref[Any]", ...]
     full_numel: int
@@ -258,13 +261,13 @@ class FsdpContext:
             _collect_fsdp_children(module, self._registered, children)
         roots = [module for module in self._registered if module not in children]
         self._roots.update(dict.fromkeys(roots))
-        forward: dict[nn.Module, None] = {}
-        for root in roots:
-            self._name_modules(root, forward)
+        forward: dict[nn.Module, int] = {}
+        for number, root in enumerate(roots):
+            self._name_modules(root, number, forward)
         backward: dict[nn.Module, None] = {}
         for root in reversed(roots):
             _collect_backward_order(root, self._registered, backward)
-        self._name_units()
+        self._name_units(forward)
         if not self._recording:
             self._fill_order(Phase.FORWARD, forward)
             self._fill_order(Phase.BACKWARD, backward)
@@ -272,19 +275,21 @@ class FsdpContext:
         self.parameter_to_owner = None
         self._finalized = True
 
-    def _name_modules(self, root: nn.Module, order: dict[nn.Module, None]) -> None:
+    def _name_modules(self, root: nn.Module, number: int, order: dict[nn.Module, int]) -> None:
         for name, module in root.named_modules():
             if module in self._registered and module not in order:
-                order[module] = None
+                order[module] = number
                 self._module_names[module] = name
 
-    def _name_units(self) -> None:
-        """Tell each unit the names of its modules."""
+    def _name_units(self, roots: dict[nn.Module, int]) -> None:
+        """Tell each unit the names of its modules, given the number of each module's root."""
         units = dict.fromkeys(self._registered.values())
         for unit in units:
-            modules = [ref() for ref in unit.modules]
-            names = [self._module_names[module] for module in modules if module is not None]
-            unit.fqn = "+".join(names)
+            modules = [module for ref in unit.modules if (module := ref()) is not None]
+            unit.fqn = "+".join(self._module_names[module] for module in modules)
+            unit.name = unit.fqn or "<root>"
+            if len(self._roots) > 1:
+                unit.name += f" (root {roots[modules[0]]})"
             self._units.append(unit.ref)
 
     def _fill_order(self, phase: Phase, modules: Iterable[nn.Module]) -> None:
@@ -409,13 +414,13 @@ class FsdpContext:
     def _divergence(self, event: ExecutionEvent) -> StateError:
         """Say how an event differs from the recorded one."""
         order = self.execution_order
-        position, fqn = order.position, self._module_names[event.module]
+        position, unit = order.position, self._unit_of(event.module)
         if position == 0 and event.phase is Phase.BACKWARD:
             msg = (
                 f"step {self.stats.steps}: RECORDED needs one backward call per pass, got another "
-                f"one that enters unit {fqn or '<root>'!r}; add the losses, or use REGISTRATION"
+                f"one that enters unit {unit.name!r}; add the losses, or use REGISTRATION"
             )
-            return StateError(msg, fqn=fqn)
+            return StateError(msg, fqn=unit.fqn)
         expected = order.peek()
         before = [order.peek(-offset) for offset in range(min(position, LAST_EVENTS), 0, -1)]
         hint = "call context.reset() and repeat the recorded pass, or use REGISTRATION"
@@ -427,34 +432,44 @@ class FsdpContext:
             f"{self._describe(expected)}; before it came "
             f"[{', '.join(self._describe(each) for each in before)}]; {hint}"
         )
-        return StateError(msg, fqn=fqn)
+        return StateError(msg, fqn=unit.fqn)
 
     def _describe(self, event: ExecutionEvent | None) -> str:
         if event is None:
             return "the end"
-        return f"{self._module_names[event.module] or '<root>'} {event.phase.value}"
+        return f"{self._unit_of(event.module).name} {event.phase.value}"
 
     def _move_cursor(self, unit: Unit, phase: Phase) -> None:
         """Follow a unit that was called out of order; warn once for each change of order."""
         order = self.execution_order
         position = unit.positions[phase]
-        while (expected := order.peek()) and not self._unit_of(expected.module).notes_events:
+        while (expected := order.peek()) and self._is_passed_over(expected, position):
             order.move_to(order.position + 1)
         if order.position == position:
             expected = None
         restarts = phase is Phase.FORWARD and not self.calls
         if expected is not None and not restarts and self._deviation is None:
-            name = self._module_names[expected.module]
-            self._deviation = (f"{name}, {expected.phase}", f"{unit.fqn}, {phase}")
+            name = self._unit_of(expected.module).name
+            self._deviation = (f"{name}, {expected.phase}", f"{unit.name}, {phase}")
             if self._deviation != self._deviation_before:
                 warnings.warn(
-                    f"step {self.stats.steps}: unit {name or '<root>'!r} was expected to enter its "
+                    f"step {self.stats.steps}: unit {name!r} was expected to enter its "
                     f"{expected.phase.value} next, got the {phase.value} of "
-                    f"{unit.fqn or '<root>'!r}; prefetches follow registration order, so some are "
+                    f"{unit.name!r}; prefetches follow registration order, so some are "
                     f"wasted (PrefetchOrder.RECORDED follows the order of the first pass)",
                     stacklevel=2,
                 )
         order.move_to(position + 1)
+
+    def _is_passed_over(self, event: ExecutionEvent, position: int) -> bool:
+        """Whether nothing is wasted where this event does not come before the one at `position`.
+
+        Nobody says when a unit without hooks runs, and backward passes by a unit that returns its
+        input untouched: it has no parameters, or none that it used.
+        """
+        unit = self._unit_of(event.module)
+        is_elsewhere = self.execution_order.position != position
+        return is_elsewhere and not (unit.notes_events and unit.full_numel)
 
     def prefetch(self, unit: Unit, phase: Phase, numel_max: int | None) -> None:
         """Gather the units early that follow in the order, within a budget.

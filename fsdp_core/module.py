@@ -128,6 +128,7 @@ class ShardedUnit:
         policy: how it is scheduled.
         phase: what it is doing.
         fqn: names of its modules relative to their roots, once the context is finalized.
+        name: how messages and ranges call it; see the `Unit` of `context.py`.
         enclosing: see `Use`; of the last use that backward entered.
         positions: see the `Unit` of `context.py`.
         full_numel: elements of its whole parameters.
@@ -151,6 +152,7 @@ class ShardedUnit:
         self.policy = policy
         self.phase = Phase.RESTING
         self.fqn = ""
+        self.name = "<root>"
         self.enclosing: tuple[weakref.ref[Any], ...] = ()
         self.positions: dict[Phase, int] = {}
         self.full_numel = sum(group.full_numel for group in groups)
@@ -187,11 +189,6 @@ class ShardedUnit:
     def notes_events(self) -> bool:
         """Whether its hooks note when it enters a phase."""
         return self.policy.register_hooks
-
-    @property
-    def name(self) -> str:
-        """How messages and annotations call the unit."""
-        return self.fqn or "<root>"
 
     def _label(self, operation: str) -> str:
         label = self._labels.get(operation)
@@ -320,10 +317,9 @@ class ShardedUnit:
         context.note_resharded(self, self._transient_nbytes)
 
     def _release(self) -> None:
-        # Full weights go back to the pool that they came from.
-        with accelerator.on_stream(self.context.allgather_stream):
-            for group in self._transient:
-                group.reshard()
+        """Give the full weights back to the pool that they came from, whatever stream is current."""
+        for group in self._transient:
+            group.reshard()
 
     @contextmanager
     def hidden_parameters(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
