@@ -8,6 +8,7 @@ Reading order is import order; each file imports only from those below it.
     muon.py               orthogonalised optimizer computed by tensor owners
     grad_norm.py          clip_grad_norm_ over sharded, replicated and expert gradients
     hooks.py              module and autograd hooks: they call the verbs of module.py, decide nothing
+    meta.py               parameters on the meta device: made real, each module reset once
     module.py             FsdpModule: pre/post forward/backward, unshard, reshard, reduce
     context.py            FsdpContext, PrefetchOrder: streams, roots, names, orders, completion
     execution_order.py    ExecutionEvent, ExecutionOrder: weak, phase-tagged, one cursor (pure)

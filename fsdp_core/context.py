@@ -82,6 +82,13 @@ class Unit(Protocol):
     def finish_window(self) -> None:
         """Bring gradients into optimizer placements: the last microbatch is over."""
 
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether users hooked the sharded gradients."""
+
+    def run_gradient_hooks(self) -> None:
+        """Call what users registered on the sharded parameters."""
+
     def retry(self) -> None:
         """Complete if only an open unit inside this one was waited for."""
 
@@ -217,6 +224,7 @@ class FsdpContext:
         self._unsharded: dict[weakref.ref[Unit], None] = {}
         self._open: list[Unit] = []
         self._unfinished: dict[weakref.ref[Unit], None] = {}
+        self._reduced: dict[weakref.ref[Unit], None] = {}
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
 
@@ -586,6 +594,24 @@ class FsdpContext:
             )
             raise StateError(msg)
 
+    def note_reduced(self, unit: Unit) -> None:
+        """Note that a reduction of a unit was issued in this pass."""
+        self.has_unwaited_reductions = True
+        self._reduced[unit.ref] = None
+
+    def _run_gradient_hooks(self) -> None:
+        """Call users' hooks of sharded gradients, each once for a backward pass.
+
+        Ordering:
+            The current stream is behind the reductions, if there is a hook at all.
+        """
+        hooked = [unit for unit in self._living(self._reduced) if unit.has_gradient_hooks]
+        self._reduced.clear()
+        if hooked and self.has_unwaited_reductions:
+            self.finish_grad_sync()
+        for unit in hooked:
+            unit.run_gradient_hooks()
+
     def note_unfinished(self, unit: Unit) -> None:
         """Note that a unit has gradients which the last microbatch will complete."""
         self._unfinished[unit.ref] = None
@@ -656,6 +682,7 @@ class FsdpContext:
             unit.come_to_rest()
         if self.is_last_microbatch and not self.caller_managed_grad_sync:
             self.finish_grad_sync()
+        self._run_gradient_hooks()
         self._post_backward_hook_registered = False
         self._deviation_before, self._deviation = self._deviation, None
         self.stats.steps += 1
@@ -728,6 +755,7 @@ class FsdpContext:
         self.calls.clear()
         self._open.clear()
         self._unfinished.clear()
+        self._reduced.clear()
         self.evaluating = False
         for unit in self._living(self._units):
             unit.reset()

@@ -15,14 +15,25 @@ from fsdp_core.agreement import agree_on_owners
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import FsdpContext, PrefetchOrder
 from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
-from fsdp_core.hooks import install_hooks
+from fsdp_core.hooks import guarded_methods, install_hooks
+from fsdp_core.meta import own_modules, real_parameters
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.module import FsdpModule, ShardedUnit
-from fsdp_core.parameter_group import GroupSpec, Member, ParameterGroup, Slot, owner_of
+from fsdp_core.parameter_group import (
+    GroupSpec,
+    Member,
+    ParameterGroup,
+    Slot,
+    mark_whole,
+    owner_of,
+)
 from fsdp_core.placement import Placements, TensorAtomic
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import parameters_of
+
+# What a sharded module has besides its own attributes.
+_ADDED_NAMES = ("context", "phase", "unshard", "reshard", "register_post_backward_hook")
 
 _active: ContextVar[FsdpContext | None] = ContextVar("fsdp_core_context", default=None)
 
@@ -140,7 +151,7 @@ def fully_shard(
     axes = _check_mesh(mesh, placements, context)
     policy = schedule_policy or SchedulePolicy()
     _check_policy(policy, context)
-    members = _collect_members(modules)
+    members, whole = _collect_members(modules)
     spec = GroupSpec(
         axes=axes,
         placements=placements,
@@ -151,9 +162,13 @@ def fully_shard(
         outer_stream=context.outer_reduction_stream,
         owners=_owners(members, placements, context, axes),
     )
-    groups = [ParameterGroup(each, spec) for each in _group_members(members)]
-    for group in groups:
-        group.commit()
+    with real_parameters(modules, context.device):
+        groups = [ParameterGroup(each, spec) for each in _group_members(members)]
+        for group in groups:
+            group.commit()
+    for parameter in whole:
+        parameter.data = parameter.data.to(context.device)
+        mark_whole(parameter)
     unit = ShardedUnit(modules, axes, groups, context, policy)
     for each in modules:
         each.__class__ = _sharded_class(type(each))
@@ -172,6 +187,13 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     for each in modules:
         if isinstance(each, FsdpModule):
             msg = f"a module is sharded once, got a {type(each).__name__} that is a unit already"
+            raise ConfigError(msg)
+        taken = [name for name in _ADDED_NAMES if hasattr(each, name)]
+        if taken:
+            msg = (
+                f"fully_shard adds {', '.join(_ADDED_NAMES)} to a module, got a "
+                f"{type(each).__name__} that has {taken[0]!r} already; rename it"
+            )
             raise ConfigError(msg)
     return list(dict.fromkeys(modules))
 
@@ -217,32 +239,28 @@ def _check_mesh(mesh: DeviceMesh, placements: Placements, context: FsdpContext) 
     return MeshAxes.of(mesh)
 
 
-def _collect_members(modules: Sequence[nn.Module]) -> list[Member]:
-    """Find every place that holds a parameter, in the modules and below, not inside units."""
+def _collect_members(
+    modules: Sequence[nn.Module],
+) -> tuple[list[Member], list[nn.Parameter]]:
+    """Find every place that holds a parameter, in the modules and below, not inside units.
+
+    Returns:
+        The parameters to shard, and those that stay whole.
+    """
     members: dict[nn.Parameter, Member] = {}
-    visited: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        if module in visited:
-            return
-        visited[module] = None
-        for name, parameter in module.named_parameters(
-            prefix=prefix, recurse=False, remove_duplicate=False
-        ):
-            key = name.rpartition(".")[2]
-            slot = Slot(weakref.ref(module), parameters_of(module), key, name)
+    whole: dict[nn.Parameter, None] = {}
+    for module, prefix in own_modules(modules).items():
+        for key, parameter in parameters_of(module).items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if _stays_whole(name, parameter):
+                whole[parameter] = None
+                continue
             _check_parameter(name, parameter)
-            if parameter in members:
-                members[parameter].slots.append(slot)
-            else:
-                members[parameter] = Member(parameter, [slot])
-        for name, child in module.named_children():
-            if not isinstance(child, FsdpModule):
-                visit(child, f"{prefix}.{name}" if prefix else name)
-
-    for module in modules:
-        visit(module, "")
-    return list(members.values())
+            member = members.setdefault(parameter, Member(parameter, []))
+            member.slots.append(Slot(weakref.ref(module), parameters_of(module), key, name))
+    return list(members.values()), list(whole)
 
 
 def _owners(
@@ -254,6 +272,20 @@ def _owners(
     said: dict[nn.Parameter, Any] = dict(context.parameter_to_owner or {})
     agree_on_owners([(member.fqn, said.get(member.full)) for member in members], axes)
     return {member.full: said[member.full] for member in members}
+
+
+def _stays_whole(fqn: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is kept on every rank as it is: a frozen one of integers.
+
+    Raises:
+        ConfigError: integers that are not frozen.
+    """
+    if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+        return False
+    if parameter.requires_grad:
+        msg = f"parameter {fqn!r} of {parameter.dtype} must be frozen; call requires_grad_(False)"
+        raise ConfigError(msg, fqn=fqn)
+    return True
 
 
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
@@ -287,6 +319,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `cls` that is a unit; one for each class, made once."""
     sharded = _sharded_classes.get(cls)
     if sharded is None:
-        sharded = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), {"__module__": cls.__module__})
+        names = {"__module__": cls.__module__, **guarded_methods(cls)}
+        sharded = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), names)
         _sharded_classes[cls] = sharded
     return sharded

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from fsdp_core.torch_private import is_assigning_load
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
 
+# What PyTorch's error says when an operator gets a shard and a whole tensor.
+_MIXED = "mixed torch.Tensor and DTensor"
+
 # On an output tensor: its node, and the calls that backward enters through it, outer ones first.
 _USES = "_fsdp_core_uses"
 
@@ -23,6 +27,7 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
     """Install the hooks of a unit: on its modules, and on its trainable parameters."""
     for module in modules:
         module.register_load_state_dict_pre_hook(_before_load)
+        module.register_state_dict_pre_hook(_before_save)
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
             module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
@@ -109,6 +114,11 @@ def _before_load(
             f"{prefix.rstrip('.') or type(module).__name__!r}; use assign=False"
         )
         raise StateError(msg, fqn=prefix.rstrip("."))
+    unit_of(module).require_sharded("loading a state dict")
+
+
+def _before_save(module: nn.Module, *_: Any) -> None:
+    unit_of(module).require_sharded("taking a state dict")
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
@@ -145,6 +155,39 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from (getattr(value, each.name) for each in fields(value))
     elif not isinstance(value, type) and hasattr(value, "__dict__"):
         yield from vars(value).values()
+
+
+def guarded_methods(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return a class' own public methods, so that using shards by mistake says what to do.
+
+    Why: a method other than `forward` sees the sharded parameters unless it is registered, and
+    PyTorch's error then speaks of operators, not of the method.
+    """
+    names = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType) and not name.startswith("_") and name != "forward":
+                names[name] = _guarded(value)
+    return names
+
+
+def _guarded(method: Any) -> Any:
+    @wraps(method)
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            if _MIXED not in str(error) or isinstance(error, StateError):
+                raise
+            unit = unit_of(self)
+            msg = (
+                f"a method that uses sharded parameters must be registered, got "
+                f"{type(self).__name__}.{method.__name__} of unit {unit.name!r}; call "
+                f"register_forward_method(module, {method.__name__!r}) once"
+            )
+            raise StateError(msg, fqn=unit.fqn) from error
+
+    return guarded
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

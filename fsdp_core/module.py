@@ -22,7 +22,7 @@ from fsdp_core.errors import StateError, StateValueError
 from fsdp_core.parameter_group import ParameterGroup
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
-from fsdp_core.torch_private import current_graph_task, in_graph_task
+from fsdp_core.torch_private import current_graph_task, in_graph_task, post_accumulate_hooks
 
 Direction = Literal["forward", "backward", "none"]
 
@@ -383,6 +383,22 @@ class ShardedUnit:
         if not self._holders:
             self._reshard()
 
+    def require_sharded(self, what: str) -> None:
+        """Have the sharded parameters in the modules, for something that must see them.
+
+        Raises:
+            StateError: the full ones are in use.
+        """
+        if not self._holds_full and self._weights is _RESHARDED:
+            return
+        if self.phase is not Phase.RESTING or self._holders:
+            msg = (
+                f"{what} needs the sharded parameters, but the full ones of unit {self.name!r} are "
+                f"in use ({self.phase.name}); do it between passes, after reshard()"
+            )
+            raise StateError(msg, fqn=self.fqn)
+        self._reshard()
+
     def prefetch_successors(self, phase: Phase) -> None:
         """Gather the units early that follow this one, within its budget for the direction."""
         forward = phase is Phase.FORWARD
@@ -645,7 +661,7 @@ class ShardedUnit:
                 for group in groups:
                     group.reduce()
         context.stats.reductions += len(groups)
-        context.has_unwaited_reductions = True
+        context.note_reduced(self)
         if context.is_last_microbatch:
             self.finish_window()
         else:
@@ -732,6 +748,22 @@ class ShardedUnit:
         self.phase = Phase.RESTING
         for group in self.groups:
             group.drop_gradients()
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        """Whether users hooked the sharded gradients."""
+        return any(post_accumulate_hooks(sharded) for sharded, _ in self._pairs)
+
+    def run_gradient_hooks(self) -> None:
+        """Call what users registered on the sharded parameters, on their reduced gradients.
+
+        Ordering:
+            Requires that the current stream is behind the reductions.
+        """
+        for sharded, _ in self._pairs:
+            if sharded.grad is not None:
+                for hook in post_accumulate_hooks(sharded):
+                    hook(sharded)
 
     def parameters_without_grad(self) -> list[str]:
         """Return the names of trainable parameters without a sharded gradient."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ConfigError, ConfigTypeError, UnsupportedError
 from fsdp_core.module import ShardedUnit
-from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
+from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.torch_private import local_tensor
 
 # Their update of an element depends on that element alone, so that flat shards give the same bits.
@@ -297,6 +297,8 @@ def _runs_of_group(parameters: Sequence[nn.Parameter], position: int) -> list[_R
     """Split the parameters of one optimizer group into runs, in order of first appearance."""
     by_group: dict[ParameterGroup, list[_Part]] = {}
     for number, parameter in enumerate(parameters):
+        if isinstance(parameter, nn.Parameter) and is_whole(parameter):
+            continue
         group, index = _find(parameter, position, number)
         local = group.main_weight.get_tensor_view(index)
         offset = int(local.storage_offset()) if local.numel() else -1

@@ -9,7 +9,7 @@ module's original `Parameter`, a view of the gathered buffer, which autograd see
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -209,6 +209,7 @@ class ParameterGroup:
         for key, value in vars(member.full).items():
             setattr(member.sharded, key, value)
         mark_owner(member.sharded, self, member.fqn)
+        member.sharded.register_hook = _refuse_hook  # type: ignore[method-assign]
 
     def _point_to_buffer(self, index: int, member: Member) -> None:
         view = self.full_weight.get_tensor_view(index)
@@ -442,6 +443,19 @@ class ParameterGroup:
         self._awaits_finish = False
 
 
+def _refuse_hook(_hook: object) -> NoReturn:
+    """Refuse a hook of a sharded parameter that autograd would never call.
+
+    Raises:
+        StateError: always.
+    """
+    msg = (
+        "register_hook on a sharded parameter would never be called: its gradient is reduced, not "
+        "accumulated; use register_post_accumulate_grad_hook"
+    )
+    raise StateError(msg)
+
+
 def _dtensors(buffer: DBuffer, count: int) -> tuple[DTensor, ...]:
     return tuple(buffer.get_dtensor(index) for index in range(count))
 
@@ -471,6 +485,19 @@ class Owner:
 
 
 _OWNER = "_fsdp_core_owner"
+
+
+_WHOLE = "_fsdp_core_whole"
+
+
+def mark_whole(parameter: Tensor) -> None:
+    """Note on a parameter that its unit keeps it as it is, on every rank."""
+    setattr(parameter, _WHOLE, True)
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether a parameter is one that its unit keeps as it is."""
+    return bool(getattr(parameter, _WHOLE, False))
 
 
 def mark_owner(parameter: Tensor, group: ParameterGroup, fqn: str) -> None:

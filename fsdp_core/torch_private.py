@@ -97,6 +97,17 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict in which a module holds its own buffers."""
+    return module._buffers
+
+
+def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return what users registered with `register_post_accumulate_grad_hook`, in order."""
+    hooks = tensor._post_accumulate_grad_hooks
+    return list(hooks.values()) if hooks else []
+
+
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
     from torch.distributed import _symmetric_memory
