@@ -57,6 +57,7 @@ class Machine:
         memory: its storages.
         backward: its backward passes; ``in_backward`` while one runs that uses several streams.
         streams: those in use, by id.
+        meshes: the names of the groups of the first device mesh of each kind.
         makes_device_tensor: a tensor is being made from Python data, on a device.
         wire: what it shares with the machines of the other ranks.
         communicators: its view of each process group that it has used, by group.
@@ -102,6 +103,7 @@ class Machine:
         self.backward = Backward(self)
         self.in_backward = False
         self.makes_device_tensor = False
+        self.meshes: dict[Any, tuple[str, ...]] = {}
         self.streams: dict[int, Stream] = {}
         self._event_count = 0
         self._op_count = 0
@@ -258,6 +260,7 @@ _PLUMBING = (
     "/contextlib.py",
     "/functools.py",
     "/typing_extensions.py",
+    "/threading.py",
 )
 _SUBJECTS = (
     "/torch/distributed/fsdp/",
@@ -268,6 +271,7 @@ _SUBJECTS = (
     "/torch/distributed/tensor/parallel/",
     "/torch/nn/parallel/",
     "/fsdp_sim/program/",
+    "/fsdp_sim/mutation/fsdp2.py",
 )
 """Parts of the above whose lines are of interest themselves: they order work."""
 

@@ -3,9 +3,12 @@
 The only file of the simulator with private names.
 """
 
+import ctypes
+import functools
 import gc
 import os
 import random
+import struct
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 # Imported before the first world: their first import inside a rank leaves a garbage cycle that pins the
 # rank's frames (torch._dynamo), or binds that rank's group as a default argument (nn.functional).
 import torch._dynamo  # isort: skip
+import torch.distributed.device_mesh  # isort: skip
 import torch.distributed.nn.functional  # isort: skip
 import torch.utils._python_dispatch as python_dispatch
 from torch._C._distributed_c10d import Backend, FakeProcessGroup, ReduceOp
@@ -119,9 +123,25 @@ def set_environ(data: Any) -> None:
     os.environ._data = data  # type: ignore[attr-defined]
 
 
-def copy_environ() -> Any:
-    """Return a copy of the dictionary behind ``os.environ``, for one rank."""
-    return dict(get_environ())
+def environ_with(values: dict[str, str]) -> Any:
+    """Return a copy of the dictionary behind ``os.environ`` with other values, for one rank."""
+    encode: Any = os.environ.encodekey  # type: ignore[attr-defined]
+    return get_environ() | {encode(name): encode(value) for name, value in values.items()}
+
+
+def restore_c_environ(used: list[Any]) -> None:
+    """Undo in C's environment, which has no ranks, what programs have set in theirs.
+
+    Args:
+        used: the dictionaries behind ``os.environ`` of all ranks.
+    """
+    home = get_environ()
+    for name in {name: None for environ in used for name in (*environ, *home)}:
+        if any(environ.get(name) != home.get(name) for environ in used):
+            if name in home:
+                os.putenv(name, home[name])
+            else:
+                os.unsetenv(name)
 
 
 def get_c10d_world() -> Any:
@@ -137,6 +157,114 @@ def set_c10d_world(world: Any) -> None:
 def warnings_filters_changed() -> None:
     """Tell the warnings module that its filters were replaced."""
     warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+class _RandomMemory:
+    """The state of Python's ``random`` as bytes: to copy it takes a fiftieth of ``getstate``."""
+
+    words = 624
+
+    def __init__(self) -> None:
+        self._instance: Any = random._inst  # type: ignore[attr-defined]
+        self._address = id(self._instance) + object.__basicsize__
+        self._nbytes = 4 * (1 + self.words)  # a position, and the Mersenne Twister's words
+
+    def is_usable(self) -> bool:
+        """Whether this Python keeps the state as it is read here."""
+        if sys.implementation.name != "cpython":
+            return False
+        *words, position = random.getstate()[1]
+        raw = ctypes.string_at(self._address, self._nbytes)
+        return raw == struct.pack(f"i{self.words}I", position, *words)
+
+    def save(self) -> Any:
+        """Return the state."""
+        return ctypes.string_at(self._address, self._nbytes), self._instance.gauss_next
+
+    def restore(self, value: Any) -> None:
+        """Put a state back."""
+        raw, self._instance.gauss_next = value
+        ctypes.memmove(self._address, raw, self._nbytes)
+
+
+_RANDOM = _RandomMemory()
+get_random_state, set_random_state = (
+    (_RANDOM.save, _RANDOM.restore) if _RANDOM.is_usable() else (random.getstate, random.setstate)
+)
+
+
+def get_warning_printer() -> Any:
+    """Return what shows a warning, which ``catch_warnings(record=True)`` replaces."""
+    return warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+
+
+def set_warning_printer(printer: Any) -> None:
+    """Replace what shows a warning."""
+    warnings._showwarnmsg_impl = printer  # type: ignore[attr-defined]
+
+
+def get_numerics() -> tuple[Any, ...]:
+    """Return PyTorch's process-wide settings of how it computes and checks."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
+    )
+
+
+def set_numerics(values: tuple[Any, ...]) -> None:
+    """Put them back."""
+    if values == get_numerics():
+        return
+    deterministic, warn_only, precision, anomaly, check_nan = values
+    torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.set_float32_matmul_precision(precision)
+    torch.set_anomaly_enabled(anomaly, check_nan)
+
+
+# ---------------------------------------------------------------------- per-thread state (isolation)
+
+set_grad_enabled = torch._C._set_grad_enabled
+
+
+def get_autocast() -> tuple[Any, ...]:
+    """Return the thread's autocast settings for the device of a world."""
+    enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return enabled, dtype, torch.is_autocast_cache_enabled()
+
+
+def set_autocast(values: tuple[Any, ...]) -> None:
+    """Put them back."""
+    enabled, dtype, cache = values
+    torch.set_autocast_enabled("cpu", enabled)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(cache)
+
+
+def disable_autocast_cache() -> None:
+    """Cast a weight anew each time on this thread."""
+    torch.set_autocast_cache_enabled(False)  # noqa: FBT003  positional in C++
+
+
+def forget_default_device() -> None:
+    """Undo ``torch.set_default_device`` on this thread."""
+    if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not None:
+        torch.set_default_device(None)
+
+
+def mode_depths() -> tuple[int, int]:
+    """Return how many function and dispatch modes are entered on this thread."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+def leave_modes(depths: tuple[int, int]) -> None:
+    """Leave the modes that a program has entered and not left."""
+    while torch._C._len_torch_function_stack() > depths[0]:
+        torch._C._pop_torch_function_stack()
+    while torch._C._len_torch_dispatch_stack() > depths[1]:
+        python_dispatch._pop_mode()
 
 
 class RankC10dWorld(c10d._World):
@@ -173,6 +301,40 @@ def register_backend(made: Callable[[str], None]) -> None:
 
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
+
+
+DeviceMesh = torch.distributed.device_mesh.DeviceMesh
+
+
+def mark_mesh(mesh: Any, mark: Any) -> None:
+    """Make a mesh equal to those of the same ranks that have the same mark, and to no others."""
+    mesh._thread_id = mark
+    mesh._hash = None
+
+
+def mark_of_mesh(mesh: Any) -> Any:
+    """Return the mark of a mesh."""
+    return mesh._thread_id
+
+
+def root_of_mesh(mesh: Any) -> Any:
+    """Return the mesh that a mesh was sliced from, or None."""
+    return getattr(mesh, "_root_mesh", None)
+
+
+def group_names_of_mesh(mesh: Any) -> tuple[str, ...]:
+    """Return the names of a mesh's process groups."""
+    return tuple(getattr(mesh, "_dim_group_names", ()))
+
+
+def key_of_mesh(mesh: Any) -> Any:
+    """Return what equal meshes have in common."""
+    return mesh.device_type, mesh.mesh_dim_names, mesh.shape, tuple(tensors_of_mesh(mesh)[0].tolist())
+
+
+def tensors_of_mesh(mesh: Any) -> list[torch.Tensor]:
+    """Return the tensors of ranks that a mesh holds."""
+    return [value for value in vars(mesh).values() if isinstance(value, torch.Tensor)]
 
 
 def unbox_group(boxed: Any) -> Any:
@@ -221,13 +383,18 @@ MONITORED_BARRIER_OWNERS = (c10d, dist)
 DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
 
 
+@functools.cache
+def _c10d_operators() -> list[str]:
+    return [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+
+
 def refuse_unseen_collectives(undo: Patches, refuse: Callable[..., None]) -> None:
     """Let collectives that no rank's dispatch mode sees, which FakeProcessGroup would skip, raise.
 
     They come from threads of the program, and from process groups and backends built by hand.
     """
     library = torch.library.Library("c10d", "IMPL")
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    names = _c10d_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns once that a kernel is overridden
         for name in names:
@@ -556,3 +723,8 @@ def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     named.update(zip((arg.name for arg in schema), args, strict=False))
     named.update(kwargs)
     return named
+
+
+def gather_asynchronously(fsdp_module: Any) -> None:
+    """Make an FSDP2 module gather by asynchronous collectives (torch 2.11 to 2.13)."""
+    fsdp_module._set_unshard_async_op(async_op=True)

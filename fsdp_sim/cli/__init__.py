@@ -7,6 +7,7 @@ Exit status: 0 clean, 1 findings (or the script's own failure, or traces that di
 import click
 
 from fsdp_sim.cli.health import doctor
+from fsdp_sim.cli.mutation import mutate
 from fsdp_sim.cli.scripts import explore, replay, run
 from fsdp_sim.cli.traces import check, trace
 
@@ -16,5 +17,5 @@ def main() -> None:
     """Run distributed PyTorch programs on simulated ranks and check every ordering."""
 
 
-for command in (run, explore, replay, check, trace, doctor):
+for command in (run, explore, replay, check, trace, mutate, doctor):
     main.add_command(command)
