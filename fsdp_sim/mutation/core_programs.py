@@ -25,7 +25,7 @@ BF16 = PrecisionSpec(main_params="float32", grad_comm="float32", compute="bfloat
 ZERO3 = UnitSpec()
 
 
-def _model(unit: UnitSpec = ZERO3, *, **block: str) -> ModuleSpec:
+def _model(unit: UnitSpec = ZERO3, **block: str) -> ModuleSpec:
     """Return a root unit with a layer of its own, above a chain of units."""
     children = [
         ModuleSpec(layer=LayerSpec(bias=True), unit=unit, **block)  # type: ignore[arg-type]
