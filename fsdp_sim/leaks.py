@@ -20,8 +20,6 @@ HOLDERS_SHOWN = 4
 def find(machines: Iterable[Machine], known: Iterable[Any]) -> list[Finding]:
     """Return a finding for each block that outlives the program and that ``known`` does not reach.
 
-    Device meshes keep small tensors in PyTorch's caches, on the host of a real program: left out.
-
     Args:
         machines: of ranks whose programs have ended.
         known: what may keep memory: the program's results, arguments and what its closure holds.
@@ -44,7 +42,6 @@ def find(machines: Iterable[Machine], known: Iterable[Any]) -> list[Finding]:
             holders.get(record.key) or "something older than the run, or outside Python",
         )
         for machine, record in left
-        if "DeviceMesh" not in holders.get(record.key, "")
     ]
 
 

@@ -125,7 +125,7 @@ def set_environ(data: Any) -> None:
 
 def environ_with(values: dict[str, str]) -> Any:
     """Return a copy of the dictionary behind ``os.environ`` with other values, for one rank."""
-    encode: Any = os.environ.encodekey  # type: ignore[attr-defined]
+    encode: Any = os.environ.encodekey
     return get_environ() | {encode(name): encode(value) for name, value in values.items()}
 
 
@@ -165,7 +165,7 @@ class _RandomMemory:
     words = 624
 
     def __init__(self) -> None:
-        self._instance: Any = random._inst  # type: ignore[attr-defined]
+        self._instance: Any = random._inst
         self._address = id(self._instance) + object.__basicsize__
         self._nbytes = 4 * (1 + self.words)  # a position, and the Mersenne Twister's words
 
@@ -245,7 +245,7 @@ def set_autocast(values: tuple[Any, ...]) -> None:
 
 def disable_autocast_cache() -> None:
     """Cast a weight anew each time on this thread."""
-    torch.set_autocast_cache_enabled(False)  # noqa: FBT003  positional in C++
+    torch.set_autocast_cache_enabled(False)
 
 
 def forget_default_device() -> None:
@@ -329,7 +329,12 @@ def group_names_of_mesh(mesh: Any) -> tuple[str, ...]:
 
 def key_of_mesh(mesh: Any) -> Any:
     """Return what equal meshes have in common."""
-    return mesh.device_type, mesh.mesh_dim_names, mesh.shape, tuple(tensors_of_mesh(mesh)[0].tolist())
+    return (
+        mesh.device_type,
+        mesh.mesh_dim_names,
+        mesh.shape,
+        tuple(tensors_of_mesh(mesh)[0].tolist()),
+    )
 
 
 def tensors_of_mesh(mesh: Any) -> list[torch.Tensor]:
@@ -596,7 +601,7 @@ def seed_everything(seed: int) -> None:
 @contextmanager
 def below_dispatch() -> Iterator[None]:
     """Run operators that are no ops of a rank: neither its dispatch mode nor autograd sees them."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
         yield
 
 

@@ -1,8 +1,8 @@
 """Simulation: one world with its machines, patches and checkers, from start to report."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsdp_sim.errors import (
     Finding,
     SimulationError,
 )
-from fsdp_sim.isolation import HostState
+from fsdp_sim.isolation import HostState, fresh_thread
 from fsdp_sim.machine import LOCAL, Machine
 from fsdp_sim.meeting import Wire
 from fsdp_sim.scheduler import Recorder, Scheduler
@@ -78,6 +78,8 @@ class Simulation:
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
         self.wire = Wire(WorldStore())
         self.machines: list[Machine] = []
+        self.environs: list[Any] = []
+        self.contexts: dict[int, Context] = {}
         self.world = World(
             settings.world_size,
             self._body,
@@ -115,6 +117,7 @@ class Simulation:
         """Collect the world's garbage; what is still there, the program's results should hold."""
         for rank in self.world.ranks:
             rank.host_state.clear()
+        patches.restore_c_environ(self.environs)
         patches.collect_garbage()
         has_failed = self.world.stop_error or any(rank.error for rank in self.world.ranks)
         if self.settings.finds_leaks and not has_failed:
@@ -138,30 +141,36 @@ class Simulation:
 
     def _prepare_host_state(self, rank: Rank) -> None:
         """Give the rank's host the state that its process would start with."""
-        outer = HostState()
-        outer.save()
-        patches.set_environ(patches.copy_environ())
-        os.environ.update(
-            RANK=str(rank.index),
-            LOCAL_RANK=str(rank.index),
-            WORLD_SIZE=str(self.settings.world_size),
-            LOCAL_WORLD_SIZE=str(self.settings.world_size),
-            GROUP_RANK="0",
-            MASTER_ADDR="localhost",
-            MASTER_PORT="0",
+        environ = patches.environ_with(
+            {
+                "RANK": str(rank.index),
+                "LOCAL_RANK": str(rank.index),
+                "WORLD_SIZE": str(self.settings.world_size),
+                "LOCAL_WORLD_SIZE": str(self.settings.world_size),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": "0",
+            }
         )
-        patches.set_c10d_world(patches.RankC10dWorld())
-        patches.seed_everything(rank.index)
-        rank.host_state.save()
-        outer.restore()
+        self.environs.append(environ)
+        self.contexts[rank.index] = copy_context()
+        rank.host_state.start(environ, seed=rank.index)
 
     def _body(self, rank: Rank) -> Any:
+        """Run one rank with context variables of its own."""
+        return self.contexts.pop(rank.index).run(self._run_program, rank)
+
+    def _run_program(self, rank: Rank) -> Any:
         machine = self.machines[rank.index]
         LOCAL.rank = machine
         machine.default_stream = new_stream("default")
         machine.select(machine.default_stream)
         try:
-            with torch.autograd.set_multithreading_enabled(False), RankMode(machine):
+            with (
+                torch.autograd.set_multithreading_enabled(False),
+                RankMode(machine),
+                fresh_thread(),
+            ):
                 groups.start(machine)
                 try:
                     return self.fn(rank.index, *self.args)

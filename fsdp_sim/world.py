@@ -51,6 +51,9 @@ class HostState(Protocol):
     def restore(self) -> None:
         """Make the rank's state the process's."""
 
+    def start(self, environ: Any, seed: int) -> None:
+        """Take what a rank's process starts with."""
+
     def clear(self) -> None:
         """Let go of the state of a rank that has ended."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_sim
 from fsdp_sim.op import Kind
@@ -203,13 +204,13 @@ def replaced_gradient(*, waits: bool) -> Callable[[], None]:
 
 def test_a_gradient_buffer_allocated_on_one_stream_and_replaced_on_another() -> None:
     """Found without any delay, with the block's line; the replay line finds it again."""
-    with pytest.raises(fsdp_sim.UseAfterFree) as caught:  # type: ignore[attr-defined]
+    with pytest.raises(fsdp_sim.UseAfterFree) as caught:
         on_one_rank(replaced_gradient(waits=False))
 
     found = caught.value.finding
     assert found.ops[0].name == "add.Tensor"
     assert "test_memory.py" in str(found.ops[0].source)
-    with pytest.raises(fsdp_sim.UseAfterFree):  # type: ignore[attr-defined]
+    with pytest.raises(fsdp_sim.UseAfterFree):
         fsdp_sim.replay(lambda rank: replaced_gradient(waits=False)(), caught.value.schedule)
     assert findings(replaced_gradient(waits=True)) == ()
 
@@ -272,7 +273,7 @@ class Watched(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Pass on and watch."""
         return ctx.watch(ctx.name, grad), None, None
 
@@ -475,7 +476,7 @@ def test_a_mesh_is_no_leak() -> None:
     """PyTorch keeps the small tensors of device meshes in caches of its own."""
 
     def program(rank: int) -> None:
-        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         mesh["dp"].get_group()
 
     assert fsdp_sim.simulate(program, 4).findings == ()

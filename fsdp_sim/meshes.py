@@ -1,0 +1,44 @@
+"""Meshes: device meshes of one rank, told apart from those of other ranks and other worlds.
+
+PyTorch compares meshes by their ranks alone and keeps what it has worked out for one in caches, some of
+a thread, some of the process.  Here one process has many ranks, and a thread serves many worlds.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_sim import machine as machines
+from fsdp_sim import patches
+from fsdp_sim.machine import Machine
+
+
+def install(undo: patches.Patches) -> None:
+    """Mark each mesh that a rank makes."""
+    undo.wrap(patches.DeviceMesh, "__init__", _marking)
+
+
+def _marking(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        machine = machines.current()
+        if machine is not None:
+            patches.mark_mesh(self, _mark(machine, self))
+            for tensor in patches.tensors_of_mesh(self):
+                machine.memory.record_of(tensor).is_host = True
+
+    return make
+
+
+def _mark(machine: Machine, mesh: Any) -> Any:
+    """Return what tells a mesh apart: its rank, and the names of the first equal mesh's groups.
+
+    Equal meshes of one rank stay equal; a mesh of another world is equal if its groups have the same
+    names, so that what was cached for it leads to the right groups.
+    """
+    root = patches.root_of_mesh(mesh)
+    if root is not None:
+        return patches.mark_of_mesh(root)
+    names = patches.group_names_of_mesh(mesh)
+    return machine.rank.index, machine.meshes.setdefault(patches.key_of_mesh(mesh), names)

@@ -1,0 +1,291 @@
+"""Isolation: what a process owns is each rank's own, and nothing of a world stays behind."""
+
+import contextlib
+import contextvars
+import ctypes
+import io
+import os
+import random  # noqa: TID251  its state is what is tested
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fsdp_sim
+from tests.sim.litmus import on_one_rank
+
+VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+def turn() -> None:
+    """Let every other rank run."""
+    dist.barrier()
+
+
+def each(use: Callable[[int], Any], look: Callable[[], Any], world_size: int = 3) -> list[Any]:
+    """Let each rank ``use(rank)`` something in turn, and return what each then sees."""
+
+    def program(rank: int) -> Any:
+        use(rank)
+        turn()
+        return look()
+
+    return fsdp_sim.simulate(program, world_size).results
+
+
+# ---------------------------------------------------------------------- random numbers
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(()).item(),
+    "random": lambda: random.random(),
+    "random.gauss": lambda: random.gauss(0.0, 1.0),
+    "numpy": lambda: float(np.random.rand()),  # noqa: NPY002  the global generator is what is tested
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_rank_draws_its_own_random_numbers(name: str) -> None:
+    """A rank's numbers do not depend on who else draws, or when."""
+    draw = DRAWS[name]
+
+    def program(rank: int) -> list[float]:
+        numbers = []
+        for _ in range(3):
+            numbers.append(draw())
+            turn()
+        return numbers
+
+    alone = fsdp_sim.simulate(lambda rank: [draw(), draw(), draw()], 1).results[0]
+    together = fsdp_sim.simulate(program, 3).results
+    mixed = fsdp_sim.simulate(program, 3, scheduler="uniform", seed=5).results
+
+    assert together == mixed
+    assert together[0] == alone
+    assert len({numbers[0] for numbers in together}) == 3
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_callers_random_numbers_are_not_drawn(name: str) -> None:
+    """The process goes on as if there had been no world."""
+    draw = DRAWS[name]
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    draw()
+    expected = draw()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+
+    draw()
+    on_one_rank(draw)
+
+    assert draw() == expected
+
+
+# ---------------------------------------------------------------------- environment
+
+
+def test_each_rank_has_an_environment_of_its_own() -> None:
+    """Identity variables differ, changes are private, and nothing is left in Python's or C's."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    before = dict(os.environ)
+
+    def use(rank: int) -> None:
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(rank)
+        assert os.environ["WORLD_SIZE"] == "3"
+        os.environ["FSDP_SIM_TEST"] = f"of rank {rank}"
+
+    seen = each(use, lambda: os.environ["FSDP_SIM_TEST"])
+
+    assert seen == ["of rank 0", "of rank 1", "of rank 2"]
+    assert dict(os.environ) == before
+    assert getenv(b"FSDP_SIM_TEST") is None
+
+
+def test_a_variable_that_a_rank_deletes_is_there_for_others_and_afterwards() -> None:
+    """Deleting is private too."""
+    os.environ["FSDP_SIM_TEST"] = "kept"
+
+    def use(rank: int) -> None:
+        if rank == 0:
+            del os.environ["FSDP_SIM_TEST"]
+
+    try:
+        assert each(use, lambda: os.environ.get("FSDP_SIM_TEST")) == [None, "kept", "kept"]
+        assert os.environ["FSDP_SIM_TEST"] == "kept"
+    finally:
+        del os.environ["FSDP_SIM_TEST"]
+
+
+def test_each_rank_has_arguments_of_its_own() -> None:
+    """``sys.argv`` and ``__main__`` are a process's own."""
+    before = sys.argv, sys.modules["__main__"]
+
+    def use(rank: int) -> None:
+        sys.argv = [f"script of {rank}"]
+
+    assert each(use, lambda: sys.argv[0]) == ["script of 0", "script of 1", "script of 2"]
+    assert (sys.argv, sys.modules["__main__"]) == before
+
+
+def test_output_that_a_rank_redirects_is_its_own() -> None:
+    """What another rank prints meanwhile does not land in it."""
+
+    def program(rank: int) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            print(f"before {rank}")
+            turn()
+            print(f"after {rank}")
+        return text.getvalue()
+
+    assert fsdp_sim.simulate(program, 2).results == [
+        "before 0\nafter 0\n",
+        "before 1\nafter 1\n",
+    ]
+
+
+def test_warnings_that_a_rank_records_are_its_own() -> None:
+    """Filters and recorders of warnings do not cross ranks."""
+
+    def program(rank: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore" if rank == 0 else "always")
+            turn()
+            warnings.warn(f"from rank {rank}", stacklevel=1)
+            turn()
+        return [str(each.message) for each in caught]
+
+    before = list(warnings.filters), warnings.showwarning
+
+    assert fsdp_sim.simulate(program, 2).results == [[], ["from rank 1"]]
+    assert (list(warnings.filters), warnings.showwarning) == before
+
+
+def test_context_variables_are_a_ranks_own() -> None:
+    """A rank starts with its caller's context, and keeps what it sets to itself."""
+    VARIABLE.set("of the caller")
+    starts = fsdp_sim.simulate(lambda rank: VARIABLE.get(), 2).results
+
+    seen = each(lambda rank: VARIABLE.set(f"of rank {rank}"), VARIABLE.get)
+
+    assert starts == ["of the caller"] * 2
+    assert seen == ["of rank 0", "of rank 1", "of rank 2"]
+    assert VARIABLE.get() == "of the caller"
+
+
+# ---------------------------------------------------------------------- PyTorch's settings
+
+
+class Settings:
+    """One setting of PyTorch: how to change it and how to see it."""
+
+    def __init__(self, change: Callable[[], Any], look: Callable[[], Any]) -> None:
+        self.change = change
+        self.look = look
+
+
+SETTINGS = {
+    "default dtype": Settings(
+        lambda: torch.set_default_dtype(torch.float64), lambda: torch.ones(1).dtype
+    ),
+    "default device": Settings(
+        lambda: torch.set_default_device("meta"), lambda: torch.ones(1).device
+    ),
+    "grad mode": Settings(lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "autocast": Settings(
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16).__enter__(),
+        lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+    ),
+    "deterministic algorithms": Settings(
+        lambda: torch.use_deterministic_algorithms(True),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "matmul precision": Settings(
+        lambda: torch.set_float32_matmul_precision("medium"),
+        torch.get_float32_matmul_precision,
+    ),
+    "anomaly mode": Settings(
+        lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled
+    ),
+    "function modes": Settings(
+        lambda: torch.device("meta").__enter__(), lambda: torch.ones(1).device
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_one_rank_is_not_anothers(name: str) -> None:
+    """Rank 0 changes it for itself alone, and the process and the next world do not see it."""
+    setting = SETTINGS[name]
+    before = setting.look()
+
+    def use(rank: int) -> None:
+        if rank == 0:
+            setting.change()
+
+    def look() -> Any:
+        return setting.look()
+
+    seen = each(use, look)
+    next_world = fsdp_sim.simulate(lambda rank: look(), 3).results
+
+    assert seen[0] != before
+    assert seen[1:] == [before, before]
+    assert next_world == [before] * 3
+    assert setting.look() == before
+
+
+def test_every_rank_casts_its_own_weights_under_autocast() -> None:
+    """Autocast's cache belongs to a process: no rank uses what another has cast."""
+
+    def program(rank: int) -> tuple[int, float]:
+        weight = torch.full((2, 2), float(rank + 1), requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            first = weight @ torch.ones(2, 2)
+            turn()
+            second = weight @ torch.ones(2, 2)
+        return first.dtype.itemsize, float((first + second).sum().detach())
+
+    report = fsdp_sim.simulate(program, 2, trace=True)
+    casts = [
+        sum(op.name == "_to_copy" and op.rank == rank for op in report.trace.ops) for rank in (0, 1)
+    ]
+
+    assert report.results == [(2, 16.0), (2, 32.0)]
+    assert casts[0] == casts[1] > 0
+
+
+# ---------------------------------------------------------------------- meshes
+
+
+def gather_over_mesh(rank: int, first: bool) -> tuple[bool, list[float]]:
+    """Redistribute a tensor over a mesh whose groups are made first or second."""
+    if not first:
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    again = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(15.0).view(5, 3)
+    sharded: Any = distribute_tensor(full, mesh, [Shard(0), Shard(1)])
+    gathered: Tensor = (sharded * 2).redistribute(mesh, [Replicate(), Replicate()]).to_local()
+    values: list[float] = gathered.flatten().tolist()
+    return mesh == again and mesh["dp"] == again["dp"] and mesh["dp"] != mesh["tp"], values
+
+
+def test_meshes_of_other_ranks_and_worlds_are_not_mixed_up() -> None:
+    """What PyTorch caches for one mesh is not used for an equal one of other groups."""
+    expected = [2.0 * number for number in range(15)]
+
+    for first in (True, False, True):
+        results = fsdp_sim.simulate(gather_over_mesh, 4, args=(first,)).results
+
+        assert results == [(True, expected)] * 4
