@@ -50,9 +50,10 @@ def steps(
 
     Conditional, repeated and reordered calls, outputs that are dropped, calls that differ from rank to
     rank, several forwards and backwards, microbatches, evaluation, planned exceptions, and freezing later
-    come up. Calls differ between ranks only inside a unit that has a trainable weight of its own on the
-    way: whether a *unit* takes part must be the same on all ranks. Under RECORDED every training pass is
-    the same and has one backward.
+    come up. A pass raises on all ranks, and never in the last step, so that recovery is seen. Calls differ
+    between ranks only inside a unit that has a trainable weight of its own on the way: whether a *unit*
+    takes part must be the same on all ranks. Under RECORDED every training pass is the same and has one
+    backward.
 
     Args:
         model: the tree whose modules the steps call.
@@ -106,7 +107,10 @@ def draw_steps(
     world = _World(dict(walk(model)), _rank_free(model), world_size, recorded)
     same = _training_pass(draw, world) if recorded else None
     count = number(draw, 1, steps_max)
-    return tuple(_step(draw, world, same, exceptions=exceptions) for _ in range(count))
+    return tuple(
+        _step(draw, world, same, exceptions=exceptions and left > 0)
+        for left in reversed(range(count))
+    )
 
 
 def _step(draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool) -> StepSpec:
@@ -114,7 +118,7 @@ def _step(draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool)
     passes = [same or _training_pass(draw, world) for _ in range(microbatches)]
     if maybe(draw, 24):
         passes.insert(number(draw, 0, len(passes)), _evaluation(draw, world))
-    if exceptions and maybe(draw, 10):
+    if exceptions and maybe(draw, 18):
         place = number(draw, 0, len(passes) - 1)
         passes[place] = _raising(draw, world, passes[place])
     freeze: tuple[str, ...] = ()
@@ -144,8 +148,13 @@ def _evaluation(draw: Draw, world: _World) -> PassSpec:
 
 
 def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
-    """Return ``one`` with an exception on all ranks."""
-    path = pick(draw, list(world.nodes))
+    """Return ``one`` with an exception on all ranks: at the top, where their calls differ.
+
+    A step follows in which the program must have recovered; it also frees what PyTorch's engine keeps
+    queued of a backward that raised, until the next one.
+    """
+    differ = any(calls.ranks is not None for calls in one.calls)
+    path = "" if differ else pick(draw, list(world.nodes))
     phase: Phase = "backward" if one.kind == "train" and maybe(draw, 50) else "forward"
     return replace(one, raises=RaiseSpec(path, phase, reset=not maybe(draw, 30)))
 
@@ -155,7 +164,7 @@ def _calls(draw: Draw, world: _World) -> tuple[CallsSpec, ...]:
     parents = [path for path, module in world.nodes.items() if module.children]
     if not parents:
         return ()
-    if world.free and world.world_size > 1 and maybe(draw, 50):
+    if world.free and world.world_size > 1 and maybe(draw, 70):
         return (_call(draw, world, pick(draw, world.free)),)
     first, second = pick(draw, parents), pick(draw, parents)
     chosen = (first,) if first == second else (first, second)
