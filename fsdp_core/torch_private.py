@@ -108,6 +108,15 @@ def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     return list(hooks.values()) if hooks else []
 
 
+def norms_of(tensors: list[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of each tensor, computed and returned in fp32.
+
+    Shapes:
+        result: [number of tensors].
+    """
+    return torch.stack(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))
+
+
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
     from torch.distributed import _symmetric_memory
