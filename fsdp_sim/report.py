@@ -1,6 +1,7 @@
 """Report: findings as people read them, with the code of both operations and the line that replays them."""
 
 import linecache
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,12 @@ if TYPE_CHECKING:
     from fsdp_sim.simulation import Report
 
 
-def shorten(file: str) -> str:
-    """Return a path as seen from here, or from the folder of installed packages."""
-    path = Path(file)
-    if path.is_relative_to(Path.cwd()):
-        return str(path.relative_to(Path.cwd()))
-    return file.rpartition("/site-packages/")[2]
+INSTALLED = re.compile(r"/[^\s()]*/site-packages/")
+
+
+def shorten(text: str) -> str:
+    """Return a path, or a text with paths in it, as seen from here or from the installed packages."""
+    return INSTALLED.sub("", text.replace(f"{Path.cwd()}/", ""))
 
 
 def source_line(source: Source) -> str:
@@ -42,7 +43,7 @@ def finding_text(finding: Finding) -> str:
     if finding.count > 1:
         ranks = ", ".join(map(str, finding.ranks))
         lines.append(f"  {finding.count} times, on ranks {ranks}")
-    return "\n".join(lines)
+    return shorten("\n".join(lines))
 
 
 def report_text(report: "Report", *, replay: str) -> str:
