@@ -10,14 +10,22 @@ import torch.distributed as dist
 from fsdp_sim import machine as machines
 from fsdp_sim import patches, process_group
 from fsdp_sim.machine import Machine
+from fsdp_sim.store import Contents, program_stores
 from fsdp_sim.work import WorkFuture, join_before_backward_ends
 
 BACKENDS = ("gloo", "nccl", patches.BACKEND)
 """Backends that a program may ask for: each is played by the simulator's own, with NCCL's meaning."""
 
 
+def install_stores(undo: patches.Patches, contents: Contents) -> None:
+    """Let stores that the program makes be the world's; ``undo`` puts all names back."""
+    for name, store in program_stores(contents).items():
+        for owner in patches.STORE_OWNERS:
+            undo.replace(owner, name, store)
+
+
 def install(undo: patches.Patches) -> None:
-    """Install what this file says; ``undo`` puts all names back."""
+    """Install the rest of what this file says; ``undo`` puts all names back."""
     undo.replace_wrapped(patches.INIT_PROCESS_GROUP, _init_process_group)
     undo.replace_wrapped(patches.NEW_GROUP, _new_group)
     undo.replace_wrapped(patches.SPLIT_GROUP, _split_group)

@@ -22,6 +22,7 @@ from fsdp_sim.world import Rank
 
 if TYPE_CHECKING:
     from fsdp_sim.machine import Machine
+    from fsdp_sim.store import WorldStore
 
 Geometry = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
 """dtype, storage offset, sizes and strides: what makes a tensor of a storage."""
@@ -36,7 +37,7 @@ class Wire:
         store: the world's key-value store.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: "WorldStore") -> None:
         self.store = store
         self.meetings: dict[Any, Meeting] = {}
         self.graph = DeviceGraph()

@@ -381,6 +381,8 @@ def premultiplier_of(options: Any) -> Any:
     return None
 
 
+QueueEmptyError: type[Exception] = getattr(dist, "QueueEmptyError", RuntimeError)
+STORE_OWNERS = (dist, c10d)
 INIT_PROCESS_GROUP = c10d.init_process_group
 NEW_GROUP = c10d.new_group
 SPLIT_GROUP = c10d.split_group

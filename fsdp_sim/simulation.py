@@ -105,6 +105,7 @@ class Simulation:
         with ExitStack() as stack:
             undo = stack.enter_context(patches.process_wide())
             shims.install(undo)
+            groups.install_stores(undo, self.wire.store.contents)
             _RUNNING.append(self)
             stack.callback(_RUNNING.clear)
             self._prepare_ranks()

@@ -22,6 +22,11 @@ def mine(rank: int, count: int = 2) -> torch.Tensor:
     return torch.arange(float(count)) + 10 * rank
 
 
+def world() -> Any:
+    """Return the default group."""
+    return dist.group.WORLD
+
+
 def clean(program: Callable[[int], Any], world_size: int = W) -> list[Any]:
     """Run a program that must give no finding, on outputs that are NaN until they are complete."""
     return fsdp_sim.simulate(program, world_size, poison=True).results
@@ -404,7 +409,7 @@ def test_functional_collectives_give_values() -> None:
     """All-reduce, all-gather, reduce-scatter, broadcast and all-to-all."""
 
     def program(rank: int) -> list[Any]:
-        group = dist.group.WORLD
+        group = world()
         results = [
             funcol.all_reduce(mine(rank), "sum", group),
             quiet(funcol.all_gather_tensor, mine(rank), 0, group),
@@ -425,7 +430,7 @@ def test_functional_collectives_that_are_waited_for_out_of_order_are_clean() -> 
     """Each result waits for its own collective, whichever was issued last."""
 
     def program(rank: int) -> list[float]:
-        group = dist.group.WORLD
+        group = world()
         results = [funcol.all_reduce(mine(rank) + each, "sum", group) for each in range(3)]
         return [(each * 1).sum().item() for each in reversed(results)]
 
@@ -462,7 +467,7 @@ def test_functional_collectives_have_gradients() -> None:
 
     def program(rank: int) -> list[float]:
         source = mine(rank, W).requires_grad_()
-        out = funcol.all_to_all_single_autograd(source, None, None, dist.group.WORLD)
+        out = funcol.all_to_all_single_autograd(source, None, None, world())
         (funcol.wait_tensor(out) * (rank + 1.0)).sum().backward()
         assert source.grad is not None
         return source.grad.tolist()

@@ -284,6 +284,7 @@ def ahead(rank: int, then: Callable[[torch.Tensor], torch.Tensor]) -> float:
     first, second = two_groups()
     one, two, stream = torch.ones(4), torch.ones(4), cpu.Stream()
     stream.wait_stream(cpu.current_stream())
+    result = one
     if rank == 0:
         dist.all_reduce(one, group=first)
         result = then(one)
