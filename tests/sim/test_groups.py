@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import init_process_group, new_group, sp
 import fsdp_sim
 
 c10d: Any = distributed_c10d
+untyped: Any = dist
 HAND_MADE: Any = FakeProcessGroup._create_internal(0, 2)
 CPU = torch.device("cpu")
 
@@ -123,7 +124,7 @@ def test_a_world_leaves_pytorch_as_it_was() -> None:
     with pytest.raises(ValueError, match="environment variable"):
         dist.init_process_group("gloo")
     with pytest.raises(RuntimeError, match=r"must be used inside fsdp_sim\.simulate"):
-        dist.init_process_group("sim", rank=0, world_size=1, store=c10d.HashStore())
+        dist.init_process_group("sim", rank=0, world_size=1, store=untyped.HashStore())
     assert not dist.is_initialized()
 
 
@@ -312,7 +313,7 @@ def test_a_group_built_by_hand_raises_on_first_use() -> None:
     """B66: it was never registered in the running world."""
 
     def program(rank: int) -> None:
-        group = ProcessGroup(c10d.HashStore(), rank, 2)
+        group = ProcessGroup(untyped.HashStore(), rank, 2)
         backend = FakeProcessGroup._create_internal(rank, 2)
         group._register_backend(CPU, ProcessGroup.BackendType.CUSTOM, backend)
         group.allreduce([torch.ones(3)]).wait()

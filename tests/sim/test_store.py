@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 import fsdp_sim
 
 c10d: Any = distributed_c10d
+untyped: Any = dist
 """PyTorch types neither the stores nor what the store-based barrier takes."""
 
 
@@ -95,7 +96,7 @@ def test_queues_give_in_order_and_wait_when_empty() -> None:
     """Rank 0 pops before rank 1 has pushed."""
 
     def program(rank: int) -> list[bytes]:
-        own = c10d.TCPStore("localhost", 1234, 2, rank == 0)
+        own = untyped.TCPStore("localhost", 1234, 2, rank == 0)
         if rank == 1:
             own.queue_push("queue", "first")
             own.queue_push("queue", "second")
@@ -109,7 +110,7 @@ def test_an_empty_queue_can_be_asked_without_waiting() -> None:
     """PyTorch's error for it."""
 
     def program(rank: int) -> int:
-        own = c10d.HashStore()
+        own = untyped.HashStore()
         with pytest.raises(dist.QueueEmptyError):
             own.queue_pop("queue", block=False)
         return own.queue_len("queue")
@@ -148,7 +149,7 @@ def test_stores_that_a_program_makes_are_the_worlds() -> None:
     """A TCPStore of a program's own connects the simulated ranks, without a socket."""
 
     def program(rank: int) -> bytes:
-        own = c10d.TCPStore("localhost", 1234, 2, rank == 0)
+        own = untyped.TCPStore("localhost", 1234, 2, rank == 0)
         own.set(f"from {rank}", str(rank))
         return bytes(own.get(f"from {1 - rank}"))
 
@@ -159,8 +160,8 @@ def test_two_stores_of_a_program_are_apart() -> None:
     """Other ports, other keys."""
 
     def program(rank: int) -> bool:
-        first = c10d.TCPStore("localhost", 1, 2, rank == 0)
-        second = c10d.TCPStore("localhost", 2, 2, rank == 0)
+        first = untyped.TCPStore("localhost", 1, 2, rank == 0)
+        second = untyped.TCPStore("localhost", 2, 2, rank == 0)
         first.set("key", "value")
         return bool(second.check(["key"]))
 
