@@ -8,7 +8,7 @@ run of shards that lie side by side in a unit's buffer and belong to one optimiz
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,12 +71,14 @@ class _Run:
         parts: the parameters; those of which this rank holds nothing ride along.
         plain: what is stepped, flat, over the same storage.
         grad: the gradient of `plain`, over the storage of the parts' gradients.
+        shown: the state that users see DTensors over; most steps leave its tensors the same.
     """
 
     group: ParameterGroup
     parts: tuple[_Part, ...]
     plain: nn.Parameter
-    grad: Tensor | None
+    grad: Tensor | None = None
+    shown: dict[str, Any] = field(default_factory=dict)
 
 
 def fully_shard_optimizer(
@@ -261,7 +263,7 @@ class _LocalStep:
     def _show_state(self, run: _Run) -> None:
         """Let users see a run's state: DTensors over its parts, each made once."""
         state = self._local_state.get(run.plain)
-        if not state:
+        if not state or _is_shown(run, state, self._public_state):
             return
         for part in run.parts:
             shown = self._public_state[part.parameter]
@@ -270,6 +272,7 @@ class _LocalStep:
                     shown[key] = value
                 elif key not in shown or not _shares_storage(shown[key], value):
                     shown[key] = _wrap_part(part, value)
+        run.shown = dict(state)
 
 
 def _held(optimizer: Optimizer) -> list[list[int]]:
@@ -368,7 +371,7 @@ def _make_run(group: ParameterGroup, parts: Sequence[_Part]) -> _Run:
     flat = group.main_weight.flat
     base = start - flat.storage_offset() if held else 0
     plain = nn.Parameter(flat.detach().narrow(0, base, numel))
-    return _Run(group, based, plain, None)
+    return _Run(group, based, plain)
 
 
 def _grad_of(run: _Run) -> Tensor:
@@ -389,6 +392,15 @@ def _is_uniform(run: _Run) -> bool:
 
 
 # --- state -----------------------------------------------------------------------------------------
+
+
+def _is_shown(run: _Run, state: dict[str, Any], public: Any) -> bool:
+    """Whether users see every value of a run's state already, and no value was replaced since."""
+    return (
+        len(state) == len(run.shown)
+        and all(run.shown.get(key) is value for key, value in state.items())
+        and all(part.parameter in public for part in run.parts)
+    )
 
 
 def _is_sharded_value(value: object, run: _Run) -> bool:

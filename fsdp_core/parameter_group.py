@@ -181,6 +181,8 @@ class ParameterGroup:
             self._main_grad = DBuffer.empty(axes, self._gradient, layout, self._main_grad_dtype)
             self._partial = DBuffer.empty(axes, partial, layout, self._reduce_dtype)
             self._partial_views = self._make_views(self._partial)
+            # What this rank keeps of a reduction is written over its own part of the summands.
+            self._contribution = self._partial.view(self._gradient)
             self._partial.release_storage()
         self._final_grad = self._main_grad.view(self._optimizer)
 
@@ -339,16 +341,15 @@ class ParameterGroup:
         """
         assert self._main_grad is not None
         accumulate = self._prepare_window()
-        out = None
         same_dtype = self._reduce_dtype == self._main_grad_dtype
-        if not accumulate and same_dtype and self._gradient != self._partial.placements:
-            out = self._main_grad
+        direct = same_dtype and not accumulate and self._gradient != self._partial.placements
+        out = self._main_grad if direct else self._contribution
         contribution = self._partial.redistribute(self._gradient, out=out)
         if self._spec.grad_divisor != 1:
             contribution.flat.div_(self._spec.grad_divisor)
         if accumulate:
             self._main_grad.flat.add_(contribution.flat)
-        elif out is None:
+        elif not direct:
             self._main_grad.flat.copy_(contribution.flat)
         self._partial.release_storage()
         self._awaits_finish = True
