@@ -76,6 +76,9 @@ class Unit(Protocol):
     def leave_section(self) -> None:
         """Reshard: backward has moved on; complete the unit if no use of it is still to come."""
 
+    def take_gradients(self) -> None:
+        """Open, if full gradients are there that no backward pass of autograd brought."""
+
     def complete(self) -> None:
         """Complete whatever is open: the backward pass is over."""
 
@@ -142,6 +145,7 @@ class Call:
         recomputing: it runs inside a backward pass.
         scope: the open annotation.
         exception: what was being handled when it began.
+        first_node: number that the first autograd node of the call gets.
     """
 
     unit: Unit
@@ -149,6 +153,7 @@ class Call:
     recomputing: bool
     scope: AbstractContextManager[Any]
     exception: BaseException | None
+    first_node: int
 
 
 class FsdpContext:
@@ -225,6 +230,7 @@ class FsdpContext:
         self._open: list[Unit] = []
         self._unfinished: dict[weakref.ref[Unit], None] = {}
         self._reduced: dict[weakref.ref[Unit], None] = {}
+        self._evaluated: dict[weakref.ref[Unit], None] = {}
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
 
@@ -419,6 +425,10 @@ class FsdpContext:
         else:
             self._move_cursor(unit, phase)
 
+    def note_evaluated(self, unit: Unit) -> None:
+        """Note that a unit ran without gradients: it may be recomputed in this pass' backward."""
+        self._evaluated[unit.ref] = None
+
     def _divergence(self, event: ExecutionEvent) -> StateError:
         """Say how an event differs from the recorded one."""
         order = self.execution_order
@@ -472,12 +482,14 @@ class FsdpContext:
     def _is_passed_over(self, event: ExecutionEvent, position: int) -> bool:
         """Whether nothing is wasted where this event does not come before the one at `position`.
 
-        Nobody says when a unit without hooks runs, and backward passes by a unit that returns its
-        input untouched: it has no parameters, or none that it used.
+        Nobody says when a unit without hooks runs; backward passes by a unit that returns its
+        input untouched; and a reentrant checkpoint runs the forward without gradients.
         """
+        if self.execution_order.position == position:
+            return False
         unit = self._unit_of(event.module)
-        is_elsewhere = self.execution_order.position != position
-        return is_elsewhere and not (unit.notes_events and unit.full_numel)
+        has_run = event.phase is Phase.FORWARD and unit.ref in self._evaluated
+        return has_run or not (unit.notes_events and unit.full_numel)
 
     def prefetch(self, unit: Unit, phase: Phase, numel_max: int | None) -> None:
         """Gather the units early that follow in the order, within a budget.
@@ -549,9 +561,12 @@ class FsdpContext:
                 "hand with context.post_backward() at its end"
             )
             raise StateError(msg)
+        queue_backward_callback(self.post_backward)
+        self._note_backward()
+
+    def _note_backward(self) -> None:
         self._post_backward_hook_registered = True
         self.graph_task = current_graph_task()
-        queue_backward_callback(self.post_backward)
         # Edge 4: the first memory that the reduction stream takes must lie inside a capture.
         accelerator.wait_stream(self.inner_reduction_stream, self.current_stream())
 
@@ -671,10 +686,17 @@ class FsdpContext:
     def post_backward(self) -> None:
         """Complete a backward pass: called by autograd, or by whoever drives one by hand.
 
+        By hand means that the caller computed gradients (`torch.autograd.grad`) and put them on
+        the full parameters, so that no hook has told of them.
+
         Ordering:
             After the last microbatch the current stream is behind every reduction, unless the
             caller manages that.
         """
+        if not self._post_backward_hook_registered:
+            self._note_backward()
+            for unit in self._living(self._units):
+                unit.take_gradients()
         self._run_delayed_post_backward_callbacks()
         if self.is_last_microbatch:
             self._finish_windows()
@@ -694,6 +716,7 @@ class FsdpContext:
         Raises:
             StateError: ranks ran different passes, or this one ended early.
         """
+        self._evaluated.clear()
         order = self.execution_order
         if self._recording:
             if len(order):
@@ -755,6 +778,7 @@ class FsdpContext:
         self.calls.clear()
         self._open.clear()
         self._unfinished.clear()
+        self._evaluated.clear()
         self._reduced.clear()
         self.evaluating = False
         for unit in self._living(self._units):

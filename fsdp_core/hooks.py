@@ -66,7 +66,7 @@ def _after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> No
     ]
     for tensor in entries:
         _enter_through(tensor, use)
-    unit_of(module).end_with(graph=bool(entries))
+    unit_of(module).end_with(use, entries)
 
 
 def _enter_through(tensor: Tensor, use: Use) -> None:

@@ -22,7 +22,13 @@ from fsdp_core.errors import StateError, StateValueError
 from fsdp_core.parameter_group import ParameterGroup
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
-from fsdp_core.torch_private import current_graph_task, in_graph_task, post_accumulate_hooks
+from fsdp_core.torch_private import (
+    current_graph_task,
+    has_reentrant_checkpoint,
+    in_graph_task,
+    next_node_number,
+    post_accumulate_hooks,
+)
 
 Direction = Literal["forward", "backward", "none"]
 
@@ -69,12 +75,17 @@ class Use:
     Attributes:
         unit: the unit, weakly: the graph must not keep a model alive.
         enclosing: the units whose forward this call was made in.
+        first_node: number that the first autograd node of the call got.
         graph_task: the backward pass that has entered it last.
+        recomputes: part of it is recomputed in a backward pass of its own (reentrant
+            checkpointing), whose gradients come apart from the others.
     """
 
     unit: "weakref.ref[ShardedUnit]"
     enclosing: tuple["weakref.ref[Any]", ...]
+    first_node: int
     graph_task: int = -1
+    recomputes: bool = False
 
 
 @dataclass(slots=True)
@@ -89,7 +100,7 @@ class Window:
         count: how many came.
         entered: uses that backward has entered.
         graph_task: the backward pass that entered the last one.
-        nested: some gradient came in a backward pass inside the one that entered the unit
+        nested: some gradients come in a backward pass inside the one that entered the unit
             (reentrant checkpointing), so more may come until that one moves on.
         reduced: the gradients were reduced; frozen weights may still be needed.
     """
@@ -179,6 +190,7 @@ class ShardedUnit:
         self._ran: list[nn.Module] = []
         self._callers: dict[weakref.ref[Any], None] = {}
         self._live_uses = 0
+        self._recomputes: dict[int, bool] = {}
         # State of backward.
         self._has_frozen = any(not member.full.requires_grad for member in self.members)
         self._has_delayed = any(member.is_delayed for member in self.members)
@@ -304,15 +316,19 @@ class ShardedUnit:
         if isinstance(weights, Resharded):
             return
         context = self.context
-        with accelerator.annotate(self._label("reshard")):
-            if isinstance(weights, Gathered):
-                context.stats.unused_prefetches += weights.early
-                # Edge 2: the gather has read the main weights, which may be written next.
-                accelerator.wait_event(context.current_stream(), weights.event)
-            elif self._transient:
-                # Edge 3: the memory may be reused at once, so its readers must be done.
-                accelerator.wait_stream(context.allgather_stream, context.current_stream())
-            self._release()
+        if self._transient:
+            with accelerator.annotate(self._label("reshard")):
+                if isinstance(weights, Gathered):
+                    context.stats.unused_prefetches += weights.early
+                    # Edge 2: the gather has read the main weights, which may be written next.
+                    accelerator.wait_event(context.current_stream(), weights.event)
+                else:
+                    # Edge 3: the memory may be reused at once, so its readers must be done.
+                    accelerator.wait_stream(context.allgather_stream, context.current_stream())
+                self._release()
+        elif isinstance(weights, Gathered):
+            # Edge 2: what was gathered stays, for uses that will not ask again.
+            accelerator.wait_event(context.current_stream(), weights.event)
         self._weights = _RESHARDED
         context.note_resharded(self, self._transient_nbytes)
 
@@ -423,7 +439,9 @@ class ShardedUnit:
         elif not context.calls:
             context.begin_forward()
         self._check_entry(module, recomputing=recomputing)
-        if not recomputing and not context.evaluating:
+        if not recomputing and context.evaluating:
+            context.note_evaluated(self)
+        elif not recomputing:
             context.note(self, Phase.FORWARD)
         self._begin_call(module, recomputing=recomputing)
         if not recomputing:
@@ -446,7 +464,8 @@ class ShardedUnit:
         if calls and calls[-1].unit is not self:
             for call in calls:
                 self._callers[call.unit.ref] = None
-        calls.append(Call(self, module, recomputing, scope, sys.exception()))
+        start = next_node_number()
+        calls.append(Call(self, module, recomputing, scope, sys.exception(), start))
         self._calls += 1
 
     def post_forward(self, module: nn.Module) -> Use | None:
@@ -474,7 +493,7 @@ class ShardedUnit:
         self._live_uses += not call.recomputing
         if not torch.is_grad_enabled():
             return None
-        return Use(self.ref, self._enclosing_of(call))
+        return Use(self.ref, self._enclosing_of(call), call.first_node)
 
     def _leave_forward(self, call: Call, *, failed: bool) -> None:
         """Reshard, unless the weights are needed again at once.
@@ -506,8 +525,17 @@ class ShardedUnit:
             return tuple(self._callers)
         return tuple(each.unit.ref for each in self.context.calls if each.unit is not self)
 
-    def end_with(self, *, graph: bool) -> None:
-        """Note whether a forward gave something that backward can enter."""
+    def end_with(self, use: Use, outputs: Sequence[torch.Tensor]) -> None:
+        """Note which outputs of a forward backward can enter.
+
+        Why the count of nodes: it tells forwards that took other ways apart, so that a graph is
+        looked at once for each way.
+        """
+        graph = bool(outputs)
+        nodes = next_node_number() - use.first_node
+        if graph and nodes not in self._recomputes:
+            self._recomputes[nodes] = has_reentrant_checkpoint(outputs, use.first_node)
+        use.recomputes = self._recomputes.get(nodes, False)
         if self.context.calls or in_graph_task():
             return
         if graph:
@@ -558,6 +586,7 @@ class ShardedUnit:
         self._open()
         self._window.entered += 1
         self._window.graph_task = task
+        self._window.nested |= use.recomputes
         self._demand()
         self.prefetch_successors(Phase.BACKWARD)
 
@@ -570,6 +599,16 @@ class ShardedUnit:
         self.context.open_unit(self)
         self._scope = accelerator.annotate(self._label("backward"))
         self._scope.__enter__()
+
+    @property
+    def _has_full_gradients(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return any(full.grad is not None for _, full in self._pairs)
+
+    def take_gradients(self) -> None:
+        """Open, if full gradients are there that no backward pass of autograd brought."""
+        if self.phase is Phase.RESTING and self._has_full_gradients:
+            self._open()
 
     def gradient_ready(self, index: int) -> None:
         """Count a gradient of one parameter, which has been accumulated."""
@@ -623,7 +662,8 @@ class ShardedUnit:
         elif self._has_delayed and not window.is_full:
             self.context.close_unit(self)
         else:
-            if any(full.grad is not None for _, full in self._pairs):
+            # Where no parameter was used, another rank may have used one: zeros take part.
+            if self._has_full_gradients or (window.entered and not window.reduced):
                 self._reduce()
             self._close()
 
@@ -731,6 +771,14 @@ class ShardedUnit:
             msg = (
                 f"all gradients of unit {self.name!r} must have come before they are used, got "
                 f"none yet for {missing}; finish its backward first"
+            )
+            raise StateError(msg, fqn=self.fqn)
+        if self._has_full_gradients:
+            held = [member.fqn for member in self.members if member.full.grad is not None]
+            msg = (
+                f"the gradients of unit {self.name!r} must be reduced before they are used, got "
+                f"unreduced ones for {held}; end a backward that is driven by hand with "
+                f"context.post_backward()"
             )
             raise StateError(msg, fqn=self.fqn)
 

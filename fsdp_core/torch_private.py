@@ -5,7 +5,7 @@ file asks for a version.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,31 @@ def in_graph_task() -> bool:
 def current_graph_task() -> int:
     """Return the number of the backward pass that this thread runs, the innermost; -1 if none."""
     return torch._C._current_graph_task_id()
+
+
+def next_node_number() -> int:
+    """Return the sequence number that this thread's next autograd node will get."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def has_reentrant_checkpoint(outputs: Sequence[Tensor], first_node: int) -> bool:
+    """Whether a graph holds a checkpoint that runs a backward pass of its own.
+
+    Args:
+        outputs: where the walk begins.
+        first_node: nodes with a lower sequence number are not looked at.
+    """
+    stack = [tensor.grad_fn for tensor in outputs]
+    seen: dict[Any, None] = {}
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or node._sequence_nr() < first_node:
+            continue
+        seen[node] = None
+        if "Checkpoint" in node.name():
+            return True
+        stack.extend(each for each, _ in node.next_functions)
+    return False
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
