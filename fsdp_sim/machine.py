@@ -271,6 +271,7 @@ _SUBJECTS = (
     "/torch/distributed/tensor/parallel/",
     "/torch/nn/parallel/",
     "/fsdp_sim/program/",
+    "/fsdp_sim/mutation/core_functions.py",
     "/fsdp_sim/mutation/fsdp2.py",
 )
 """Parts of the above whose lines are of interest themselves: they order work."""

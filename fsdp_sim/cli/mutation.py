@@ -99,4 +99,6 @@ def _print(campaign: "Campaign") -> None:
     out.print(to_table(campaign))
     for survivor in campaign.survivors:
         out.print("\n".join(survivor_lines(survivor)), markup=False, soft_wrap=True)
+    for call in campaign.unreached:
+        out.print(f"no program makes the call {call}", markup=False, soft_wrap=True)
     out.print(summary(campaign), markup=False)

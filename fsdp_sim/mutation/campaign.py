@@ -7,6 +7,7 @@ from itertools import combinations
 from fsdp_sim.errors import ConfigError, Finding
 from fsdp_sim.mutation.programs import Program
 from fsdp_sim.mutation.proof import Proof, prove
+from fsdp_sim.mutation.scan import unreached
 from fsdp_sim.mutation.site import Site
 from fsdp_sim.mutation.subject import Subject
 from fsdp_sim.mutation.trial import Outcome, attempt
@@ -65,11 +66,13 @@ class Campaign:
     Attributes:
         mutants: one of each site, then pairs of survivors, in order of site.
         survivors: with their proofs.
+        unreached: calls that look like sites and that no program makes.
         untried_pairs: pairs left out beyond ``PAIRS_MAX``.
     """
 
     mutants: tuple[Mutant, ...]
     survivors: tuple[Survivor, ...]
+    unreached: tuple[str, ...] = ()
     untried_pairs: int = 0
 
 
@@ -114,7 +117,8 @@ def mutate(
     survivors = tuple(
         Survivor(site, proof, _partners(site, mutants)) for site, proof in proofs.items()
     )
-    return Campaign(tuple(mutants), survivors, max(len(pairs) - PAIRS_MAX, 0))
+    left_out = max(len(pairs) - PAIRS_MAX, 0)
+    return Campaign(tuple(mutants), survivors, tuple(unreached(subject, sites)), left_out)
 
 
 def _record(

@@ -1,9 +1,8 @@
 """Programs for fsdp_core: small ones, each with a feature that orders work, then the corpus."""
 
 from dataclasses import replace
-from importlib import resources
 
-from fsdp_sim.program.codec import load_program
+from fsdp_sim.corpus import load_corpus
 from fsdp_sim.program.spec import (
     ContextSpec,
     LayerSpec,
@@ -90,7 +89,7 @@ def programs() -> dict[str, ProgramSpec]:
         "zero3_two_axes": _wide(UnitSpec(), **outer),
         "owners": _owned(),
     }
-    return found | _corpus()
+    return found | {name: entry.program for name, entry in load_corpus().items()}
 
 
 def _failing(phase: str) -> StepSpec:
@@ -103,13 +102,3 @@ def _owned() -> ProgramSpec:
     model = _model(UnitSpec("tensor_atomic"))
     model = replace(model, unit=UnitSpec())
     return _program(model, owners=_owners(model, 2))
-
-
-def _corpus() -> dict[str, ProgramSpec]:
-    """Return the programs that ever failed."""
-    folder = resources.files("fsdp_sim") / "corpus"
-    files = sorted(
-        (file for file in folder.iterdir() if file.name.endswith(".json")),
-        key=lambda file: file.name,
-    )
-    return {file.name.removesuffix(".json"): load_program(file.read_text()) for file in files}

@@ -22,7 +22,11 @@ from fsdp_sim.mutation.site import Site, Verb
 from fsdp_sim.mutation.subject import Subject
 
 _SIMULATOR = str(Path(__file__).parents[1])
-_PROGRAMS = (str(Path(__file__).parents[1] / "program"), str(Path(__file__).parent / "fsdp2.py"))
+_PROGRAMS = tuple(
+    str(Path(__file__).parents[1] / name)
+    for name in ("program", "mutation/fsdp2.py", "mutation/core_functions.py")
+)
+"""Files of the simulator that are programs, not part of what runs them."""
 _TRANSPARENT = ("/contextlib.py",)
 
 

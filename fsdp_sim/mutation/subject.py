@@ -74,11 +74,15 @@ def known_programs(name: str) -> "list[Program]":
     Raises:
         ConfigError: there are none.
     """
-    from fsdp_sim.mutation import core_programs, fsdp2, programs
+    from fsdp_sim.mutation import core_functions, core_programs, fsdp2, programs
 
     if name == "fsdp_core":
-        known = core_programs.programs()
-        return [programs.SpecProgram(key, spec) for key, spec in known.items()]
+        specs = core_programs.programs().items()
+        functions = core_functions.PROGRAMS
+        return [
+            *(programs.SpecProgram(key, spec) for key, spec in specs),
+            *(programs.FunctionProgram(f.__name__, f, core_functions.RANKS) for f in functions),
+        ]
     if name == FSDP2 or name.startswith(f"{FSDP2}."):
         return [programs.FunctionProgram(fn.__name__, fn, fsdp2.RANKS) for fn in fsdp2.PROGRAMS]
     raise ConfigError(

@@ -81,6 +81,8 @@ def summary(campaign: Campaign) -> str:
         f"{len(singles)} sites: {counts['killed']} killed, {counts['survived']} survived "
         f"({redundant} redundant in every program), {counts['error']} errors"
     )
+    if campaign.unreached:
+        line += f"; {len(campaign.unreached)} calls that no program makes"
     if campaign.untried_pairs:
         line += f"; {campaign.untried_pairs} pairs of survivors were not tried"
     return line

@@ -1,0 +1,151 @@
+"""Rank functions for fsdp_core: what programs as data cannot say - weights written by hand, models dropped."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_core
+
+WIDTH = 4
+
+
+class _Failure(RuntimeError):
+    """What a block raises when it is told to."""
+
+
+class _Block(nn.Module):
+    """A linear layer that may fail, or be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.fails = False
+        self.is_left_out = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Map rows of [2, WIDTH] to the same shape."""
+        if self.fails:
+            raise _Failure
+        mapped: Tensor = self.linear(rows)
+        return mapped
+
+
+class _Chain(nn.Sequential):
+    """Blocks, of which some may be left out."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Run the blocks that are not left out."""
+        for block in self:
+            rows = rows if block.is_left_out else block(rows)
+        return rows
+
+
+def _model(
+    *, hooks: bool = True, policy: fsdp_core.RuntimePolicy | None = None
+) -> tuple[_Chain, fsdp_core.FsdpContext]:
+    """Return three sharded blocks, with no unit around them, and their context."""
+    torch.manual_seed(0)
+    model = _Chain(*(_Block() for _ in range(3)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = fsdp_core.Placements(
+        (0,), (fsdp_core.RowAtomic(),), (fsdp_core.RowAtomic(),), (fsdp_core.RowAtomic(),)
+    )
+    schedule = fsdp_core.SchedulePolicy(register_hooks=hooks)
+    with fsdp_core.fully_shard_context("cpu", policy or fsdp_core.RuntimePolicy()) as context:
+        for block in model:
+            fsdp_core.fully_shard(block, mesh, placements, schedule_policy=schedule)
+    return model, context
+
+
+def _rows() -> Tensor:
+    return torch.full((2, WIDTH), float(dist.get_rank() + 1))
+
+
+def _write(weights: list[Any]) -> None:
+    """Write main weights in place, on the current stream, as loading does."""
+    with torch.no_grad():
+        for weight in weights:
+            weight.to_local().add_(1)
+
+
+def _copies(weights: list[Any]) -> list[Tensor]:
+    with torch.no_grad():
+        return [weight.to_local().clone() for weight in weights]
+
+
+def written_after_failure(_rank: int) -> list[Tensor]:
+    """A forward fails while the next unit is being gathered; weights are written at once."""
+    model, context = _model()
+    weights = list(model.parameters())
+    model[1].fails = True
+    with suppress(_Failure):
+        model(_rows())
+    context.reset()
+    _write(weights)
+    model[1].fails = False
+    return [model(_rows()).detach(), *_copies(weights)]
+
+
+def written_after_unused_prefetch(_rank: int) -> list[Tensor]:
+    """The last unit is gathered ahead and left out; weights are written after the pass."""
+    model, _ = _model()
+    weights = list(model.parameters())
+    model[2].is_left_out = True
+    model(_rows()).sum().backward()
+    _write(weights)
+    return _copies(weights)
+
+
+def written_while_gathered(_rank: int) -> list[Tensor]:
+    """Weights are written while a unit holds the gathered ones; the next use gathers them again."""
+    model, _ = _model()
+    weights = list(model.parameters())
+    model[0].unshard()
+    _write(weights)
+    model[0].unshard()
+    first = model[0](_rows()).detach()
+    model[0].reshard()
+    with torch.no_grad():
+        return [first, model(_rows())]
+
+
+def driven_by_hand(_rank: int) -> list[Tensor]:
+    """Nothing is hooked: each unit is gathered and freed by hand."""
+    model, _ = _model(hooks=False)
+    weights, out = list(model.parameters()), _rows()
+    with torch.no_grad():
+        for _ in range(2):
+            for block in model:
+                block.unshard()
+                out = block(out)
+                block.reshard()
+            _write(weights)
+    return [out]
+
+
+def dropped_in_flight(_rank: int) -> Tensor:
+    """The model goes while its gradients are being reduced; its memory is used again at once."""
+    policy = fsdp_core.RuntimePolicy(caller_managed_grad_sync=True)
+    model, context = _model(policy=policy)
+    model(_rows()).sum().backward()
+    del model, context
+    used = torch.ones(WIDTH * WIDTH)
+    torch.cpu.synchronize()
+    return used
+
+
+PROGRAMS = (
+    written_after_failure,
+    written_after_unused_prefetch,
+    written_while_gathered,
+    driven_by_hand,
+    dropped_in_flight,
+)
+RANKS = 2
