@@ -10,6 +10,8 @@ from fsdp_sim.simulation import Report
 from fsdp_sim.verbs import simulate
 
 SCHEDULES_DEFAULT = 200
+RECHECK_EVERY = 20
+"""One run in so many is made twice and compared, to notice a program that keeps state."""
 MINIMISE_RUNS_MAX = 300
 """Runs spent on making a failing schedule smaller."""
 
@@ -92,7 +94,13 @@ def explore(
     for number in range(schedules):
         name = "program_order" if number == 0 else scheduler
         outcome, schedule = _attempt(
-            fn, world_size, options, scheduler=name, seed=seed + number, steps=_steps(search)
+            fn,
+            world_size,
+            options,
+            scheduler=name,
+            seed=seed + number,
+            steps=_steps(search),
+            recheck=number % RECHECK_EVERY == RECHECK_EVERY - 1,
         )
         search.schedules += 1
         seen[str(schedule)] = None

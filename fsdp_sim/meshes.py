@@ -14,8 +14,9 @@ from fsdp_sim.machine import Machine
 
 
 def install(undo: patches.Patches) -> None:
-    """Mark each mesh that a rank makes."""
+    """Mark each mesh that a rank makes, and keep what fills those caches out of the ranks' ops."""
     undo.wrap(patches.DeviceMesh, "__init__", _marking)
+    undo.wrap(patches.ShardingPropagator, patches.SHAPE_PROPAGATION, _unseen)
 
 
 def _marking(original: Callable[..., None]) -> Callable[..., None]:
@@ -29,6 +30,17 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
                 machine.memory.record_of(tensor).is_host = True
 
     return make
+
+
+def _unseen(original: Callable[..., Any]) -> Callable[..., Any]:
+    """It runs for the first world that needs a shape, and is no work of the device."""
+
+    @functools.wraps(original)
+    def propagate(*args: Any, **kwargs: Any) -> Any:
+        with patches.without_dispatch_modes():
+            return original(*args, **kwargs)
+
+    return propagate
 
 
 def _mark(machine: Machine, mesh: Any) -> Any:

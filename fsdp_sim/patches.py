@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch._dynamo  # isort: skip
 import torch.distributed.device_mesh  # isort: skip
 import torch.distributed.nn.functional  # isort: skip
+import torch.distributed.tensor._sharding_prop  # isort: skip
 import torch.utils._python_dispatch as python_dispatch
 from torch._C._distributed_c10d import Backend, FakeProcessGroup, ReduceOp
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
@@ -301,6 +302,16 @@ def register_backend(made: Callable[[str], None]) -> None:
 
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
+
+
+ShardingPropagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
+SHAPE_PROPAGATION = "_propagate_tensor_meta_non_cached"
+"""How DTensor finds the shapes of results, and keeps them in a cache of the thread."""
+
+
+def without_dispatch_modes() -> Any:
+    """Run operators that no dispatch mode entered so far sees."""
+    return python_dispatch._disable_current_modes()
 
 
 DeviceMesh = torch.distributed.device_mesh.DeviceMesh

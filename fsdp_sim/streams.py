@@ -7,7 +7,7 @@ not synchronise with the default stream.
 Source: CUDA C++ programming guide 12.x, sections 3.2.8.5 and 3.2.8.7; torch.cuda.streams, torch 2.13.
 """
 
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 
@@ -129,7 +129,7 @@ class Stream(torch.Stream):
         """Whether all work now on this stream is done, as far as the host can know."""
         machine = _machine_of(self)
         stream = machine.stream_id(self)
-        if not _is_done(machine, self, dict(machine.clocks.of(stream))):
+        if not is_done(machine, self, dict(machine.clocks.of(stream))):
             return False
         machine.emit(Kind.HOST_WAIT_STREAM, "stream.query", -1, other=stream)
         return True
@@ -220,7 +220,7 @@ class Event(torch.Event):
     def query(self) -> bool:
         """Whether the snapshot is done, as far as the host can know; without one it is."""
         machine = _machine_of(self)
-        if not _is_done(machine, self, self.clock):
+        if not is_done(machine, self, self.clock):
             return False
         if self.ordinal >= 0:
             machine.emit(Kind.HOST_WAIT_EVENT, "event.query", -1, other=self.ordinal)
@@ -344,7 +344,17 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
     )
 
 
-def _is_done(machine: Machine, asked: Stream | Event, clock: dict[int, int]) -> bool:
+class Asked(Protocol):
+    """What a program may poll.
+
+    Attributes:
+        unanswered: how many times in a row the answer was "not done" though it could be.
+    """
+
+    unanswered: int
+
+
+def is_done(machine: Machine, asked: Asked, clock: dict[int, int], *, kind: str = "query") -> bool:
     """Answer a query: certain where ordering decides it, the schedule's choice elsewhere.
 
     Once it says yes, the host knows: what it launches from then on is behind ``clock``.
@@ -356,7 +366,7 @@ def _is_done(machine: Machine, asked: Stream | Event, clock: dict[int, int]) -> 
         return True
     asked.unanswered += 1
     if asked.unanswered <= QUERIES_UNTIL_DONE and not machine.rank.world.choose_yes(
-        "query", machine.rank.index
+        kind, machine.rank.index
     ):
         return False
     asked.unanswered = 0

@@ -27,12 +27,13 @@ class Trace:
 
     Attributes:
         schedule: how the run was scheduled, when that is known.
+        keeps_all: all ops are kept.
     """
 
     def __init__(self, world_size: int, *, keep_ops: bool = True) -> None:
         self.world_size = world_size
         self.schedule: Schedule | None = None
-        self._keeps_all = keep_ops
+        self.keeps_all = keep_ops
         self._ops: list[Op] | deque[Op] = [] if keep_ops else deque(maxlen=LAST_OPS_KEPT)
         self._digests = [RankDigest() for _ in range(world_size)]
 
@@ -42,7 +43,7 @@ class Trace:
         Raises:
             RunError: a trace of more than ``TRACE_OPS_MAX`` ops was asked for.
         """
-        if self._keeps_all and len(self._ops) == TRACE_OPS_MAX:
+        if self.keeps_all and len(self._ops) == TRACE_OPS_MAX:
             raise RunError(
                 f"a trace keeps {TRACE_OPS_MAX} ops at most; trace fewer steps, or pass trace=False"
             )
@@ -117,7 +118,7 @@ class Trace:
         Raises:
             ConfigError: they were not kept.
         """
-        if not self._keeps_all:
+        if not self.keeps_all:
             raise ConfigError("the ops were not kept; pass trace=True to the run")
         return self.ops
 

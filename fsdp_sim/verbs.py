@@ -1,14 +1,23 @@
 """Verbs: simulate and replay a program on simulated ranks."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from fsdp_sim import checkers as checkers_
-from fsdp_sim.errors import FINDING_KINDS, ConfigError, Diverged, Finding, SimulationError
+from fsdp_sim.errors import (
+    FINDING_KINDS,
+    ConfigError,
+    Diverged,
+    Finding,
+    Nondeterminism,
+    SimulationError,
+)
 from fsdp_sim.schedule import RANKS_MAX, Schedule
-from fsdp_sim.scheduler import Misfit, Replay, Scheduler, make
+from fsdp_sim.scheduler import Misfit, Recheck, Replay, Scheduler, make
 from fsdp_sim.scheduler.pct import STEPS_DEFAULT
 from fsdp_sim.simulation import Report, Settings, Simulation
+from fsdp_sim.trace import Trace, diff
 from fsdp_sim.world import STEP_LIMIT_DEFAULT
 
 
@@ -26,6 +35,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     step_limit: int = STEP_LIMIT_DEFAULT,
     trace: bool = False,
     poison: bool = False,
+    recheck: bool = False,
 ) -> Report:
     """Run ``fn(rank, *args)`` on ``world_size`` simulated ranks and check every ordering.
 
@@ -47,6 +57,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         trace: keep all ops, for pictures and files; digests are always there.
         poison: fill memory that holds no value with NaN: fresh and released memory, and outputs of
             collectives until they are complete.
+        recheck: run twice and demand that both runs are the same.
 
     Returns:
         What each rank returned, the findings, the effective schedule and the trace.
@@ -54,7 +65,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     Raises:
         ConfigError: an argument is out of range or names something unknown; nothing has been run.
         FindingError: ``strict`` and an error was found; carries ``.finding``, ``.schedule``, ``.trace``.
-        RunError: the run could not be finished (``StepLimit``, ``CannotRunAhead``, ...).
+        RunError: the run could not be finished (``StepLimit``, ``CannotRunAhead``, ...), or was not the
+            same when it was rechecked (``Nondeterminism``).
         Exception: what a rank raised comes out as itself, with a note that says where the others stood.
     """
     _check_program(fn, world_size, step_limit)
@@ -64,9 +76,10 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         chooser = Replay(plan, strict=False)
     else:
         chooser = make(scheduler, seed=seed, schedule=plan, steps=steps)
+    double = Recheck(chooser) if recheck else None
     settings = Settings(
         world_size=world_size,
-        scheduler=chooser,
+        scheduler=double or chooser,
         knobs=plan.knobs,
         checkers=checkers_.make(checkers),
         step_limit=step_limit,
@@ -75,6 +88,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     )
     simulation = Simulation(fn, args, settings)
     report = simulation.run()
+    if double is not None:
+        _demand_the_same(fn, args, settings, checkers_.make(checkers), double, report)
     _raise_if_wrong(simulation, report, strict=strict)
     return report
 
@@ -135,6 +150,35 @@ def _check_program(fn: Any, world_size: Any, step_limit: Any) -> None:
             "simulate must run where no real process group is initialised, got one; "
             "call torch.distributed.destroy_process_group() first"
         )
+
+
+def _demand_the_same(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    settings: Settings,
+    checkers: list[Any],
+    double: Recheck,
+    first: Report,
+) -> None:
+    """Run a second time, with the same choices, and compare."""
+    double.again()
+    second = Simulation(fn, args, replace(settings, checkers=checkers)).run()
+    double.end()
+    difference = double.difference or _difference_of_ops(first.trace, second.trace)
+    if difference is not None:
+        message = (
+            f"two runs of one schedule must be the same, got at {difference}; look for what differs "
+            "from run to run: id(), hash(), a clock, state that a run leaves behind"
+        )
+        raise _with_facts(Nondeterminism(message), first)
+
+
+def _difference_of_ops(first: Trace, second: Trace) -> str | None:
+    if first.digest == second.digest:
+        return None
+    if first.keeps_all and second.keeps_all:
+        return f"the first differing op: {diff(first, second)}"
+    return "some op (pass trace=True to see which)"
 
 
 def _plan(schedule: str | Schedule | None, world_size: int) -> Schedule:

@@ -12,7 +12,7 @@ from fsdp_sim.checkers.device_graph import Launch
 from fsdp_sim.machine import Machine
 from fsdp_sim.meeting import Part
 from fsdp_sim.op import Kind
-from fsdp_sim.streams import new_stream, set_stream
+from fsdp_sim.streams import is_done, new_stream, set_stream
 
 
 class Work(dist.Work):
@@ -34,6 +34,7 @@ class Work(dist.Work):
         self.is_host = is_host
         self.launch: Launch | None = None
         self.event = -1
+        self.unanswered = 0
         self.parts: list[Part] = []
         self.outputs: list[Tensor] = []
 
@@ -79,14 +80,16 @@ class Work(dist.Work):
         self.join()
 
     def is_completed(self) -> bool:
-        """Whether the device is done with it, as far as the host can know."""
+        """Whether the device is done with it, as far as the host can know; then the host knows it."""
         machine, launch = self.machine, self.launch
-        machine.rank.reach("poll")
-        if launch is None or not launch.is_done:
+        if launch is None:
+            machine.rank.reach("poll")
             return False
-        if machine.clocks.host.get(launch.stream, 0) >= launch.tick:
-            return True
-        return machine.rank.world.choose_yes("is_completed", machine.rank.index)
+        if not is_done(machine, self, {launch.stream: launch.tick}, kind="is_completed"):
+            return False
+        if self.event >= 0:
+            machine.emit(Kind.HOST_WAIT_EVENT, "work.is_completed", -1, other=self.event)
+        return True
 
     def is_success(self) -> bool:
         """Whether it completed: nothing fails here without ending the run."""
@@ -107,7 +110,8 @@ class Work(dist.Work):
         future.events = [self.event] if self.event >= 0 else []
         future.set_result(self.outputs)
         if is_from_cpp():
-            if self.machine.joins_futures_at_once:
+            is_in_callback = patches.current_autograd_node() is None  # ours would come too late
+            if self.machine.joins_futures_at_once or is_in_callback:
                 self.join()
             else:
                 join_before_backward_ends(self.machine, future)

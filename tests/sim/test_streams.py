@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdp_sim
 from fsdp_sim import streams
@@ -450,3 +451,22 @@ def test_record_stream_names_the_stream() -> None:
 
     assert [finding.kind for finding in findings(program(record=False))] == ["UseAfterFree"]
     assert findings(program(record=True)) == ()
+
+
+def test_asking_a_work_whether_it_is_completed_is_a_query() -> None:
+    """The schedule answers; a yes orders the host, and a program that polls comes to its end."""
+
+    def program(rank: int) -> int:
+        x, count = torch.ones(4), 0
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            count += 1
+        x.add(1)
+        return count
+
+    by_default = fsdp_sim.simulate(program, 1).results
+    at_once = fsdp_sim.simulate(program, 1, schedule="v1;w1;0>1").results
+
+    assert by_default == [streams.QUERIES_UNTIL_DONE]
+    assert at_once == [0]
