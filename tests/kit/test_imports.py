@@ -9,7 +9,10 @@ import pytest
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("from fsdp_sim.program import ProgramSpec, load_program", ("torch", "hypothesis", "pytest")),
+        (
+            "from fsdp_sim.program import ProgramSpec, load_program",
+            ("torch", "hypothesis", "pytest"),
+        ),
         ("from fsdp_sim.program.parity import verify", ("hypothesis", "pytest", "_pytest")),
     ],
 )

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_sim.program import spec as SPEC  # noqa: N812 - a module read as a name space
 from fsdp_sim.program import (
     LayerSpec,
     ModuleSpec,
@@ -18,6 +17,7 @@ from fsdp_sim.program import (
     dump_program,
     load_program,
 )
+from fsdp_sim.program import spec as SPEC
 from fsdp_sim.strategies import programs
 
 LEAF = ModuleSpec(LayerSpec(), UnitSpec())
@@ -50,7 +50,7 @@ def test_a_program_prints_as_the_code_that_makes_it(program: ProgramSpec) -> Non
     names = {"ProgramSpec": ProgramSpec}
     names |= {name: value for name, value in vars(SPEC).items() if name.endswith("Spec")}
 
-    assert eval(repr(program), names) == program  # noqa: S307 - that is what is promised
+    assert eval(repr(program), names) == program
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,10 @@ def test_a_wrong_field_is_named_with_its_path(path: str, value: Any, message: st
         ("", "must be JSON, got a break at line 1 column 1"),
         (dump_program(SMALL)[:-40], "must be JSON, got a break at line"),
         ("[1]", "must be an object (a program), got list"),
-        ('{"version": 1, "version": 1}', "each key must come once in an object, got 'version' twice"),
+        (
+            '{"version": 1, "version": 1}',
+            "each key must come once in an object, got 'version' twice",
+        ),
         ('{"version": NaN}', "numbers must be finite, got NaN"),
         ("[" * 100_000, "must nest at most"),
         (" " * 5_000_000, "must have at most"),
