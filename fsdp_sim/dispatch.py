@@ -41,6 +41,13 @@ FACTORIES_WITHOUT_VALUES = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
 
+NEEDS_NO_MEMORY = FACTORIES_WITHOUT_VALUES | {
+    "resize_",
+    *(f"{values}_like" for values in ("zeros", "ones", "full", "rand", "randn", "randint")),
+    *(f"new_{values}" for values in ("zeros", "ones", "full")),
+}
+"""Operators that look at an argument's shape and type alone."""
+
 Handler = Callable[["RankMode", "Operator", Any, Any, Any], Any]
 
 
@@ -332,6 +339,8 @@ def _note(
         return
     record = machine.memory.record_of(value)
     access = access_of(value, record.ordinal, write=write)
+    if record.release is not None and operator.name.split(".")[0] not in NEEDS_NO_MEMORY:
+        machine.check_is_there(operator.name, record, access)
     if record.pending and operator.handle not in _WAITS_FIRST:
         await_values(machine, record, access, operator)
     records.append(record)

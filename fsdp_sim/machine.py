@@ -10,8 +10,8 @@ from fsdp_sim import patches
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.backward import Backward
 from fsdp_sim.clock import Clocks
-from fsdp_sim.errors import FINDING_KINDS, Finding
-from fsdp_sim.memory import Memory
+from fsdp_sim.errors import FINDING_KINDS, Finding, OpSite
+from fsdp_sim.memory import Memory, StorageRecord
 from fsdp_sim.op import UNKNOWN, Access, Call, Kind, Op, Source
 from fsdp_sim.task import RankLocal
 from fsdp_sim.world import Rank, Wait
@@ -194,6 +194,24 @@ class Machine:
     def fail(self, finding: Finding) -> None:
         """End the run with a finding: the program cannot go on from here."""
         self.rank.world.stop(FINDING_KINDS[finding.kind](finding.describe(), finding=finding))
+
+    def check_is_there(self, name: str, record: StorageRecord, access: Access) -> None:
+        """End the run where an access touches memory that was given back: hardware would crash."""
+        if record.release is None or access.lo == access.hi:
+            return
+        source, label = record.release
+        stream = self.current_stream_id()
+        where = f"stream {stream} ({self.streams[stream].role})"
+        rank = self.rank.index
+        site = OpSite(rank, self._op_count, name, where, caller(), self.annotation)
+        verb = "writes" if access.write else "reads"
+        message = (
+            f"rank {rank}: {name!r} on {where} {verb} a tensor whose memory was given back"
+            f" at {source}" + (f" [{label}]" if label else "")
+        )
+        finding = Finding("UseAfterFree", message, (site,), (), (rank,))
+        self.analysis.add(finding)
+        self.fail(finding)
 
     def push_range(self, name: str) -> None:
         """Open a range; a runtime's labels what is issued inside it, and is an op itself."""

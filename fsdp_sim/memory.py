@@ -28,6 +28,8 @@ class StorageRecord:
         is_shared: a stream other than ``stream`` has touched it, so that its end is of interest.
         pending: parts of collectives that still read or write it.
         born_at: index of its ALLOC op; ``source``: the line that allocated it.
+        release: where it was given back by a resize to nothing, and in which range: its views live on,
+            and must not be used.
     """
 
     __slots__ = (
@@ -40,6 +42,7 @@ class StorageRecord:
         "ordinal",
         "pending",
         "ref",
+        "release",
         "source",
         "stream",
     )
@@ -55,6 +58,7 @@ class StorageRecord:
         self.ref: Any = None
         self.born_at = -1
         self.source: Source | None = None
+        self.release: tuple[Source | None, str | None] | None = None
 
 
 class Memory:
@@ -116,14 +120,16 @@ class Memory:
         if op is not None:
             record.born_at, record.source = op.index, op.source
 
-    def _free(self, record: StorageRecord) -> None:
+    def _free(self, record: StorageRecord, *, is_release: bool = False) -> None:
         if record.is_allocated:
             record.is_allocated = False
-            source = UNKNOWN if record.is_shared else None
-            self._machine.emit(
+            source = UNKNOWN if record.is_shared or is_release else None
+            op = self._machine.emit(
                 Kind.FREE, "free", record.stream, other=record.ordinal, source=source
             )
             record.is_shared = False
+            if is_release and op is not None:
+                record.release = (op.source, op.annotation)
 
     def resized(self, storage: torch.UntypedStorage, nbytes_before: int) -> None:
         """A storage was resized in place: to zero is a free, from zero an allocation."""
@@ -133,7 +139,8 @@ class Memory:
             record = self._track(storage)
         elif nbytes == nbytes_before:
             return
-        self._free(record)
+        record.release = None
+        self._free(record, is_release=nbytes == 0)
         record.ordinal = self._new_ordinal()
         if not record.is_host:
             self._alloc(record, nbytes)

@@ -318,6 +318,7 @@ def _note_all(part: Part, tensors: Sequence[Tensor], *, write: bool) -> list[Acc
             memory.to_device(tensor)
         record.is_shared = record.is_shared or record.stream != part.stream
         access = access_of(tensor, record.ordinal, write=write)
+        part.machine.check_is_there(part.call.name, record, access)
         if access.lo != access.hi:
             accesses.append(access)
             part.note(record, access)

@@ -92,7 +92,9 @@ def _read_by_host(tensor: Any, name: str) -> None:
         return
     record = machine.memory.record_of(tensor)
     if not record.is_host:
-        host_read(machine, name, (access_of(tensor, record.ordinal, write=False),))
+        access = access_of(tensor, record.ordinal, write=False)
+        machine.check_is_there(name, record, access)
+        host_read(machine, name, (access,))
 
 
 def _reading(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
