@@ -1,18 +1,556 @@
-"""Distributed checkpoints: save and load; chunk metadata of uneven shards."""
+"""Distributed checkpoint save / load; full state dicts; safetensors.
 
-from torch import nn
+A checkpoint is a directory written by `torch.distributed.checkpoint`, with true chunk metadata of
+uneven shards, so it loads at another world size, with other placements and other unit boundaries.
+Beside it lies a manifest with the size and checksum of every file. Whatever is no tensor is stored
+as JSON, and pickles of metadata may name nothing but its own classes: loading runs no code.
+"""
+
+import json
+import pickle
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from fsdp_core.errors import ConfigError, UnsupportedError
+from fsdp_core.module import FsdpModule, ShardedUnit
+from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
 
-def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str) -> None:
-    """Save model and optimizer, sharded."""
-    msg = "save_checkpoint is not built yet"
-    raise NotImplementedError(msg)
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+FORMAT = 1
+
+# Names that one message repeats.
+NAMES_MAX = 4
+_READ_NBYTES = 1 << 24
+
+_OPTIONS = "optimizer.options"
+_VALUES = "optimizer.values"
+
+
+# --- save ------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | Path) -> None:
+    """Save model and optimizer, each rank its own shards.
+
+    The directory is written under another name and takes its own when it is whole: a save that dies
+    leaves the previous one as it was.
+
+    Args:
+        model: sharded.
+        optimizer: of its sharded parameters.
+        checkpoint_dir: on a file system that all ranks see.
+
+    Ordering:
+        Collective on the default process group; the host waits.
+
+    Raises:
+        UnsupportedError: a state that is neither a tensor nor what JSON can say.
+    """
+    target = Path(checkpoint_dir)
+    state = {**_model_state(model), **_optimizer_state(model, optimizer)}
+    partial = target.with_name(target.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    save(state, storage_writer=FileSystemWriter(partial))
+    _write_manifest(partial)
+    if dist.get_rank() == 0:
+        _replace(target, partial)
+    dist.barrier()
+
+
+def _replace(target: Path, partial: Path) -> None:
+    """Let a whole directory take the place of the previous one."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_manifest(directory: Path) -> None:
+    """Write the size and checksum of every file; each rank reads those that it wrote."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = {
+        path.name: [path.stat().st_size, _checksum(path)]
+        for path in sorted(directory.iterdir())
+        if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == METADATA)
+    }
+    gathered: list[dict[str, Any] | None] = [None] * world_size
+    dist.all_gather_object(gathered, mine)
+    if rank == 0:
+        files = {name: value for part in gathered if part for name, value in part.items()}
+        text = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True)
+        (directory / MANIFEST).write_text(text)
+    dist.barrier()
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_NBYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+# --- load ------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
-    model: nn.Module, optimizer: Optimizer, checkpoint_dir: str, *, sync_model_weights: bool = True
+    model: nn.Module,
+    optimizer: Optimizer,
+    checkpoint_dir: str | Path,
+    *,
+    sync_model_weights: bool = True,
 ) -> None:
-    """Load model and optimizer in place."""
-    msg = "load_checkpoint is not built yet"
-    raise NotImplementedError(msg)
+    """Load model and optimizer in place.
+
+    Everything is checked before anything is written.
+
+    Args:
+        model: sharded in any way; its names and shapes must be those of the saved one.
+        optimizer: of the same class; its groups may be split otherwise.
+        checkpoint_dir: what `save_checkpoint` wrote.
+        sync_model_weights: have compute weights follow the loaded main weights at the next gather.
+
+    Ordering:
+        Collective on the default process group; the host waits.
+
+    Raises:
+        ConfigError: no checkpoint there, a damaged file, or an entry that is missing, left over or
+            of another shape.
+    """
+    directory = _find(Path(checkpoint_dir))
+    _check_files(directory)
+    reader = _PlainReader(directory)
+    metadata = reader.read_metadata()
+    model_state = _model_state(model)
+    _check_model(model_state, metadata, directory)
+    state: dict[str, Any] = {**model_state}
+    optimizer_state = _targets(model, optimizer, metadata)
+    state.update(optimizer_state)
+    texts = {key: _buffer_of(metadata, key) for key in (_OPTIONS, _VALUES)}
+    state.update(texts)
+    load(state, storage_reader=reader)
+    _set_optimizer(model, optimizer, optimizer_state, texts)
+    if sync_model_weights:
+        for group in _groups(model):
+            group.mark_written()
+
+
+def _find(target: Path) -> Path:
+    """Return the directory to load: the previous one, if a save died while it took its place."""
+    old = target.with_name(target.name + ".old")
+    for directory in (target, old):
+        if (directory / MANIFEST).is_file() and (directory / METADATA).is_file():
+            return directory
+    msg = f"no whole checkpoint in {str(target)!r}: it needs {MANIFEST} and {METADATA}"
+    raise ConfigError(msg)
+
+
+def _check_files(directory: Path) -> None:
+    """Check every file against the manifest; ranks share the reading, and raise together.
+
+    Raises:
+        ConfigError: a file is missing, truncated or changed.
+    """
+    problem = _file_problem(directory)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for each in problems:
+        if each is not None:
+            msg = f"the checkpoint in {str(directory)!r} must be whole, got {each}; nothing was loaded"
+            raise ConfigError(msg)
+
+
+def _file_problem(directory: Path) -> str | None:
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        files = dict(manifest["files"])
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError):
+        return f"a {MANIFEST} that cannot be read"
+    if version != FORMAT:
+        return f"format {version}, where this version reads {FORMAT}"
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number, (name, (nbytes, checksum)) in enumerate(sorted(files.items())):
+        path = directory / name
+        if not path.is_file():
+            return f"no file {name!r}"
+        if path.stat().st_size != nbytes:
+            return f"{path.stat().st_size} bytes in {name!r} instead of {nbytes}"
+        if number % world_size == rank and _checksum(path) != checksum:
+            return f"other contents in {name!r} than were saved"
+    return None
+
+
+class _PlainReader(FileSystemReader):
+    """Reads checkpoints without running anything that their files say."""
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Return the metadata.
+
+        Raises:
+            ConfigError: the file holds something else than metadata.
+        """
+        path = Path(self.path) / METADATA
+        try:
+            with path.open("rb") as file:
+                metadata = _PlainUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
+            msg = f"{str(path)!r} must hold checkpoint metadata only, got: {error}"
+            raise ConfigError(msg) from error
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        assert isinstance(metadata, Metadata)
+        return metadata
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds the classes of checkpoint metadata, and none else."""
+
+    _MODULES = (
+        "torch.distributed.checkpoint.metadata",
+        "torch.distributed.checkpoint.filesystem",
+    )
+    _NAMES = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "Path"),
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of metadata.
+
+        Raises:
+            UnpicklingError: the file asks for another one.
+        """
+        plain = name.isidentifier() and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module in self._MODULES and plain) or (module, name) in self._NAMES or dtype:
+            return super().find_class(module, name)
+        msg = f"{module}.{name} is no part of checkpoint metadata"
+        raise pickle.UnpicklingError(msg)
+
+
+def _check_model(state: dict[str, Any], metadata: Metadata, directory: Path) -> None:
+    saved = {
+        key: value
+        for key, value in metadata.state_dict_metadata.items()
+        if key.startswith("model.")
+    }
+    missing = [key for key in state if key not in saved]
+    extra = [key for key in saved if key not in state]
+    for problem, keys in (("lacks", missing), ("has, but the model lacks,", extra)):
+        if keys:
+            names = ", ".join(repr(key.removeprefix("model.")) for key in keys[:NAMES_MAX])
+            msg = (
+                f"the checkpoint in {str(directory)!r} must have the model's entries, got one that "
+                f"{problem} {len(keys)}: {names}; nothing was loaded"
+            )
+            raise ConfigError(msg, fqn=keys[0].removeprefix("model."))
+    for key, value in state.items():
+        expected, got = tuple(value.shape), _saved_shape(saved[key])
+        if got != expected:
+            name = key.removeprefix("model.")
+            msg = (
+                f"{name!r} in the checkpoint in {str(directory)!r} must have shape {expected}, got "
+                f"{got}; nothing was loaded"
+            )
+            raise ConfigError(msg, fqn=name)
+
+
+def _saved_shape(saved: TensorStorageMetadata | BytesStorageMetadata) -> tuple[int, ...] | None:
+    return tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
+
+
+# --- what is saved ---------------------------------------------------------------------------------
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the model's tensors by their names; sharded ones share the main weights' storage."""
+    return {f"model.{name}": _as_tensor(name, value) for name, value in model.state_dict().items()}
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else _encode(name, value)
+
+
+def _encode(name: str, value: Any) -> Tensor:
+    """Write a value as JSON, as a tensor of bytes."""
+    try:
+        text = json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        msg = f"{name!r} must be a tensor or what JSON can say, got {value!r}"
+        raise UnsupportedError(msg, fqn=name) from error
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _decode(tensor: Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()).decode())
+
+
+def _buffer_of(metadata: Metadata, key: str) -> Tensor:
+    """Return an empty tensor that takes a saved value."""
+    saved = metadata.state_dict_metadata.get(key)
+    if not isinstance(saved, TensorStorageMetadata):
+        msg = f"the checkpoint must have {key!r}, got none; nothing was loaded"
+        raise ConfigError(msg)
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's tensors by name and key, and all else as two JSON texts."""
+    names = _names(model)
+    state: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for name, parameter in _held(optimizer, names):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.state.{name}.{key}"] = value
+            else:
+                values.setdefault(name, {})[key] = value
+    options = {
+        names[parameter]: _options_of(group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in names
+    }
+    return {**state, _OPTIONS: _encode(_OPTIONS, options), _VALUES: _encode(_VALUES, values)}
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in group.items() if key != "params"}
+    return {
+        key: value.item() if isinstance(value, Tensor) else value for key, value in options.items()
+    }
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    """Return the first name of each parameter."""
+    _require_sharded(model)
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _require_sharded(model: nn.Module) -> None:
+    for unit in _units(model):
+        unit.require_sharded("a checkpoint")
+
+
+def _held(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterator[tuple[str, nn.Parameter]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                msg = (
+                    f"the optimizer must hold parameters of the model, got one of shape "
+                    f"{tuple(parameter.shape)} that is none"
+                )
+                raise ConfigError(msg)
+            yield names[parameter], parameter
+
+
+def _targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> dict[str, Tensor]:
+    """Return tensors that take the saved state of each parameter: sharded as it, or whole."""
+    targets: dict[str, Tensor] = {}
+    known = list(metadata.state_dict_metadata.items())
+    for name, parameter in _held(optimizer, _names(model)):
+        prefix = f"optimizer.state.{name}."
+        for key, saved in known:
+            short = key.removeprefix(prefix)
+            if not key.startswith(prefix) or "." in short:
+                continue
+            assert isinstance(saved, TensorStorageMetadata)
+            targets[key] = _target(parameter, saved)
+    return targets
+
+
+def _target(parameter: nn.Parameter, saved: TensorStorageMetadata) -> Tensor:
+    owner = owner_of(parameter)
+    dtype = saved.properties.dtype
+    if owner is None or tuple(saved.size) != tuple(parameter.shape):
+        return torch.empty(saved.size, dtype=dtype)
+    group = living_group(owner)
+    index = group.index_of(parameter)
+    local = group.main_weight.get_tensor_view(index)
+    return group.as_sharded(index, torch.empty_like(local, dtype=dtype))
+
+
+def _set_optimizer(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor], texts: dict[str, Tensor]
+) -> None:
+    names = _names(model)
+    options, values = _decode(texts[_OPTIONS]), _decode(texts[_VALUES])
+    fresh: dict[Tensor, dict[str, Any]] = {}
+    for name, parameter in _held(optimizer, names):
+        prefix = f"optimizer.state.{name}."
+        own = {
+            key.removeprefix(prefix): value
+            for key, value in state.items()
+            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+        }
+        own.update(values.get(name, {}))
+        if own:
+            fresh[parameter] = own
+    replacement = type(optimizer.state)(optimizer.state.default_factory)
+    replacement.update(fresh)
+    optimizer.state = replacement
+    for group in optimizer.param_groups:
+        _set_options(group, [options[names[each]] for each in group["params"]])
+
+
+def _set_options(group: dict[str, Any], options: list[dict[str, Any]]) -> None:
+    """Take the saved options of a group's parameters, which must be the same."""
+    if any(each != options[0] for each in options):
+        msg = "the parameters of one optimizer group must have been saved with the same options"
+        raise ConfigError(msg)
+    for key, value in (options[0] if options else {}).items():
+        current = group.get(key)
+        if isinstance(current, Tensor):
+            current.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+# --- whole models ----------------------------------------------------------------------------------
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole state dict on the CPU of rank 0, and an empty one elsewhere.
+
+    No rank holds more than one unit whole on its device at a time.
+
+    Ordering:
+        Collective on the meshes of all units; the host of rank 0 waits.
+    """
+    is_writer = dist.get_rank() == 0
+    whole: dict[str, Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    cache: dict[int, Tensor] = {}
+    gathered: ParameterGroup | None = None
+    for name, value in _by_group(state):
+        owner = owner_of(value)
+        if owner is None:
+            tensor = value.detach()
+        else:
+            group = living_group(owner)
+            if group is not gathered:
+                gathered, buffer = group, group.gather_main_weight()
+                cache = {i: buffer.get_tensor_view(i) for i in range(len(group.members))}
+            tensor = cache[group.index_of(value)]
+        if is_writer:
+            whole[name] = tensor.cpu().clone()
+    return {name: whole[name] for name in state if name in whole}
+
+
+def _by_group(state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the entries with those of one parameter group side by side."""
+    groups: dict[Any, list[tuple[str, Tensor]]] = {}
+    for name, value in state.items():
+        owner = owner_of(value)
+        groups.setdefault(owner and owner.group, []).append((name, value))
+    return [entry for entries in groups.values() for entry in entries]
+
+
+def load_full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None) -> None:
+    """Load a whole state dict that rank 0 alone holds; others get their rows of one at a time.
+
+    Args:
+        model: sharded.
+        state_dict: on rank 0, every entry of the model; ignored elsewhere.
+
+    Ordering:
+        Collective on the default process group.
+
+    Raises:
+        ConfigError: on every rank: an entry is missing, left over or of another shape.
+    """
+    state = model.state_dict(keep_vars=True)
+    problem = [_full_problem(state, state_dict or {}) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        msg = (
+            f"a full state dict must have the model's entries, got {problem[0]}; nothing was loaded"
+        )
+        raise ConfigError(msg)
+    with torch.no_grad():
+        for name, value in state.items():
+            _load_entry(value, state_dict[name] if dist.get_rank() == 0 and state_dict else None)
+
+
+def _full_problem(state: dict[str, Tensor], full: dict[str, Tensor]) -> str | None:
+    missing = [name for name in state if name not in full]
+    extra = [name for name in full if name not in state]
+    if missing:
+        return f"none for {', '.join(map(repr, missing[:NAMES_MAX]))}"
+    if extra:
+        return f"more: {', '.join(map(repr, extra[:NAMES_MAX]))}"
+    for name, value in state.items():
+        if tuple(full[name].shape) != tuple(value.shape):
+            return f"shape {tuple(full[name].shape)} for {name!r} instead of {tuple(value.shape)}"
+    return None
+
+
+def _load_entry(value: Tensor, source: Tensor | None) -> None:
+    device = value.device
+    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+    if source is not None:
+        whole.copy_(source)
+    dist.broadcast(whole, src=0)
+    owner = owner_of(value)
+    if owner is None:
+        value.copy_(whole)
+        return
+    group = living_group(owner)
+    group.main_weight.copy_from(group.index_of(value), whole)
+    group.mark_written()
+
+
+def export_safetensors(model: nn.Module, path: str | Path) -> None:
+    """Write the whole model as one safetensors file on rank 0; tied names get their own copy.
+
+    Raises:
+        ConfigError: the package `safetensors` is not installed.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        msg = "export_safetensors needs the package safetensors; install fsdp-sim[safetensors]"
+        raise ConfigError(msg) from error
+    state = full_state_dict(model)
+    if dist.get_rank() == 0:
+        partial = Path(path).with_name(Path(path).name + ".partial")
+        save_file({name: value.contiguous() for name, value in state.items()}, partial)
+        partial.replace(path)
+    dist.barrier()
+
+
+def _units(model: nn.Module) -> list[ShardedUnit]:
+    units = [each.fsdp_unit for each in model.modules() if isinstance(each, FsdpModule)]
+    return list(dict.fromkeys(units))
+
+
+def _groups(model: nn.Module) -> list[ParameterGroup]:
+    return [group for unit in _units(model) for group in unit.groups]

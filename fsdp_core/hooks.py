@@ -8,10 +8,12 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
-from fsdp_core.torch_private import is_assigning_load
+from fsdp_core.parameter_group import living_group, owner_of
+from fsdp_core.torch_private import is_assigning_load, local_tensor
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
@@ -28,6 +30,7 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_state_dict_pre_hook(_before_save)
+        module.register_state_dict_post_hook(_after_save)
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
             module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
@@ -155,6 +158,18 @@ def _parts_of(value: Any) -> Iterator[Any]:
         yield from (getattr(value, each.name) for each in fields(value))
     elif not isinstance(value, type) and hasattr(value, "__dict__"):
         yield from vars(value).values()
+
+
+def _after_save(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _local_metadata: Any
+) -> None:
+    """Describe the rows that each sharded tensor of a state dict holds, for checkpoints."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owner_of(parameter)
+        value = state_dict.get(prefix + name)
+        if owner is not None and isinstance(value, DTensor):
+            group = living_group(owner)
+            group.describe(group.index_of(parameter), local_tensor(value))
 
 
 def guarded_methods(cls: type[nn.Module]) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class _LocalStep:
                 if not _is_sharded_value(value, run):
                     shown[key] = value
                 elif key not in shown or not _shares_storage(shown[key], value):
-                    shown[key] = _wrap_part(part, value)
+                    shown[key] = _wrap_part(run.group, part, value)
         run.shown = dict(state)
 
 
@@ -416,21 +416,12 @@ def _shares_storage(shown: object, value: Tensor) -> bool:
     return local.numel() == 0 or same
 
 
-def _wrap_part(part: _Part, value: Tensor) -> DTensor:
+def _wrap_part(group: ParameterGroup, part: _Part, value: Tensor) -> DTensor:
     if part.offset < 0:
         local = value.new_empty(part.local.shape)
     else:
         local = value.narrow(0, part.offset, part.local.numel()).view(part.local.shape)
-    shown = part.parameter
-    assert isinstance(shown, DTensor)
-    return DTensor.from_local(
-        local,
-        shown.device_mesh,
-        shown.placements,
-        run_check=False,
-        shape=shown.shape,
-        stride=shown.stride(),
-    )
+    return group.as_sharded(part.index, local)
 
 
 def _pack_state(run: _Run, public: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
-from fsdp_core.torch_private import version_of
+from fsdp_core.torch_private import attach_chunk, local_tensor, version_of
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,34 @@ class ParameterGroup:
         member.full.data = view
         member.full.grad = None
         mark_owner(member.full, self, member.fqn)
+
+    def index_of(self, parameter: Tensor) -> int:
+        """Return the index of a sharded parameter of this group."""
+        return next(i for i, member in enumerate(self.members) if member.sharded is parameter)
+
+    def as_sharded(self, index: int, local: Tensor) -> DTensor:
+        """Return rows like those of a sharded parameter as a DTensor that checkpoints understand.
+
+        Shapes:
+            local: as this rank's rows of parameter `index`.
+        """
+        template = self.members[index].sharded
+        assert isinstance(template, DTensor)
+        sharded = DTensor.from_local(
+            local,
+            template.device_mesh,
+            template.placements,
+            run_check=False,
+            shape=template.shape,
+            stride=template.stride(),
+        )
+        self.describe(index, local_tensor(sharded))
+        return sharded
+
+    def describe(self, index: int, local: Tensor) -> None:
+        """Note on a local tensor which rows of parameter `index` it holds, for checkpoints."""
+        chunk = self.main_weight.get_tensor_chunk(index)
+        attach_chunk(local, chunk.offsets, chunk.sizes)
 
     def gather_main_weight(self) -> DBuffer:
         """Return the whole main weights, gathered into a new buffer on the current stream."""

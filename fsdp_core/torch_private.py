@@ -6,6 +6,7 @@ file asks for a version.
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,47 @@ def norms_of(tensors: list[Tensor], norm_type: float) -> Tensor:
         result: [number of tensors].
     """
     return torch.stack(torch._foreach_norm(tensors, norm_type, dtype=torch.float32))
+
+
+def attach_chunk(local: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Tell checkpoints which box of its DTensor a local tensor holds.
+
+    Why: a DTensor's own arithmetic assumes even shards. It asks its local tensor first.
+
+    Source: DTensor.__create_write_items__ and __create_chunk_list__, torch 2.13.
+    """
+    chunk = (offsets, sizes)
+    setattr(local, "__create_write_items__", partial(_write_items, chunk))  # noqa: B010
+    setattr(local, "__create_chunk_list__", partial(_chunks, chunk))  # noqa: B010
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _chunks(box: Box) -> list[Any]:
+    """Return the chunks that a rank holds: one, or none."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    if 0 in box[1]:
+        return []
+    return [ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))]
+
+
+def _write_items(box: Box, fqn: str, dtensor: DTensor) -> list[Any]:
+    """Return what a rank writes of a tensor: its chunk, or nothing."""
+    from torch.distributed.checkpoint import metadata, planner
+
+    properties = metadata.TensorProperties.create_from_tensor(dtensor.to_local())
+    return [
+        planner.WriteItem(
+            index=metadata.MetadataIndex(fqn, chunk.offsets),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(
+                chunk=chunk, properties=properties, size=dtensor.size()
+            ),
+        )
+        for chunk in _chunks(box)
+    ]
 
 
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
