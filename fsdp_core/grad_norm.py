@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_core.errors import ConfigError
-from fsdp_core.module import ShardedUnit
-from fsdp_core.parameter_group import living_group, owner_of
+from fsdp_core.module import complete_gradients
 from fsdp_core.torch_private import local_tensor, norms_of
 
 # As in torch.nn.utils.clip_grad_norm_: added once to the whole norm, so that 0 can be divided by.
@@ -45,7 +44,7 @@ def clip_grad_norm_(
     """
     _check_numbers(max_norm, norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _complete(parameters)
+    complete_gradients(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [local_tensor(each) if isinstance(each, DTensor) else each for each in grads]
     held = [each for each in locals_ if each.numel()]
@@ -65,17 +64,6 @@ def _check_numbers(max_norm: float, norm_type: float) -> None:
     if math.isnan(norm_type) or norm_type <= 0:
         msg = f"norm_type must be positive, or inf, got {norm_type!r}"
         raise ConfigError(msg)
-
-
-def _complete(parameters: Iterable[Tensor]) -> None:
-    """Check that gradients are complete, and put the current stream behind their reductions."""
-    owners = [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
-    units = dict.fromkeys(living_group(owner).unit() for owner in owners)
-    for unit in units:
-        assert isinstance(unit, ShardedUnit)
-        unit.check_complete()
-        if unit.context.has_unwaited_reductions:
-            unit.context.finish_grad_sync()
 
 
 def _norm_over_ranks(

@@ -6,7 +6,7 @@ One `ShardedUnit` is shared by the modules of one `fully_shard` call. Its verbs 
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import Call, FsdpContext
 from fsdp_core.device import Event, Stream
 from fsdp_core.errors import StateError, StateValueError
-from fsdp_core.parameter_group import ParameterGroup
+from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import (
@@ -827,6 +827,28 @@ def unit_of(module: nn.Module) -> ShardedUnit:
     """Return the unit that a sharded module is part of."""
     unit: ShardedUnit = module.__dict__["fsdp_unit"]
     return unit
+
+
+def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Check that the gradients of sharded parameters are complete, for something that uses them.
+
+    Ordering:
+        The current stream is put behind reductions that nobody waited for yet.
+
+    Raises:
+        StateError: some are still to come.
+    """
+    owners = [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
+    complete_groups(living_group(owner) for owner in owners)
+
+
+def complete_groups(groups: Iterable[ParameterGroup]) -> None:
+    """Check that the gradients of parameter groups are complete; see `complete_gradients`."""
+    for unit in dict.fromkeys(group.unit() for group in groups):
+        assert isinstance(unit, ShardedUnit)
+        unit.check_complete()
+        if unit.context.has_unwaited_reductions:
+            unit.context.finish_grad_sync()
 
 
 class FsdpModule:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.errors import ConfigError, ConfigTypeError, UnsupportedError
-from fsdp_core.module import ShardedUnit
+from fsdp_core.module import complete_groups
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.torch_private import local_tensor
 
@@ -181,12 +181,13 @@ class _LocalStep:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Put the plain parameters in, with their gradients and their state."""
-        if _held(optimizer) != self._seen:
+        held = _held(optimizer)
+        if not _is_same(held, self._seen):
             self._runs = _build_runs(optimizer)
-            self._seen = _held(optimizer)
+            self._seen = held
             self._public_state = None
         self._split_mixed()
-        self._check_windows()
+        complete_groups(run.group for runs in self._runs for run in runs)
         if optimizer.state is not self._public_state:
             self._take_state(optimizer.state)
         self._public_params = [group["params"] for group in optimizer.param_groups]
@@ -218,18 +219,6 @@ class _LocalStep:
                     at = runs.index(run)
                     runs[at : at + 1] = [_make_run(run.group, [part]) for part in run.parts]
                     self._public_state = None
-
-    def _check_windows(self) -> None:
-        """Have all gradients complete and readable.
-
-        Ordering:
-            The current stream is put behind reductions that nobody waited for yet.
-        """
-        groups = dict.fromkeys(run.group for runs in self._runs for run in runs)
-        for unit in dict.fromkeys(_unit_of(group) for group in groups):
-            unit.check_complete()
-            if unit.context.has_unwaited_reductions:
-                unit.context.finish_grad_sync()
 
     def _set_grad(self, run: _Run) -> None:
         grad = run.parts[0].parameter.grad
@@ -275,15 +264,18 @@ class _LocalStep:
         run.shown = dict(state)
 
 
-def _held(optimizer: Optimizer) -> list[list[int]]:
+def _held(optimizer: Optimizer) -> list[list[nn.Parameter]]:
     """Return what the groups hold, for comparison."""
-    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    return [list(group["params"]) for group in optimizer.param_groups]
 
 
-def _unit_of(group: ParameterGroup) -> ShardedUnit:
-    unit = group.unit()
-    assert isinstance(unit, ShardedUnit)
-    return unit
+def _is_same(held: list[list[nn.Parameter]], seen: list[list[nn.Parameter]]) -> bool:
+    """Whether the groups hold the very parameters that were seen."""
+    return list(map(len, held)) == list(map(len, seen)) and all(
+        mine is theirs
+        for group, other in zip(held, seen, strict=True)
+        for mine, theirs in zip(group, other, strict=True)
+    )
 
 
 # --- runs ------------------------------------------------------------------------------------------

@@ -159,6 +159,25 @@ def _write_items(box: Box, fqn: str, dtensor: DTensor) -> list[Any]:
     ]
 
 
+def orthogonalize(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Return the nearest orthogonal matrix, roughly, as `torch.optim.Muon` computes it.
+
+    Source: Newton-Schulz iteration of torch.optim._muon, torch 2.13.
+    """
+    from torch.optim import _muon
+
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, steps, eps)
+
+
+def adjusted_learning_rate(lr: float, rule: str | None, shape: torch.Size) -> float:
+    """Return the learning rate of a matrix by its shape, as `torch.optim.Muon` computes it."""
+    from torch.optim import _muon
+
+    return _muon._adjust_lr(lr, rule, shape)
+
+
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
     from torch.distributed import _symmetric_memory
