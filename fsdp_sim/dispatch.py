@@ -182,9 +182,12 @@ def _run_sized_by_values(
     mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """An operator whose result's size depends on values: the host waits, then it runs."""
-    accesses, _ = _read_arguments(mode.machine, operator, args, kwargs)
-    if accesses and host_reads.waits_for_sizes(operator.name, args, kwargs):
-        host_read(mode.machine, operator.name, tuple(accesses))
+    if host_reads.waits_for_sizes(operator.name, args, kwargs):
+        accesses, _ = _read_arguments(mode.machine, operator, args, kwargs)
+        if accesses:
+            host_read(mode.machine, operator.name, tuple(accesses))
+    else:
+        operator = replace(operator, handle=_run_op)  # the values may still be to come
     return _run_op(mode, operator, func, args, kwargs)
 
 

@@ -11,7 +11,7 @@ from fsdp_sim import machine as machines
 from fsdp_sim import patches, process_group
 from fsdp_sim.machine import Machine
 from fsdp_sim.store import Contents, program_stores
-from fsdp_sim.work import WorkFuture, join_before_backward_ends
+from fsdp_sim.work import WorkFuture, collect_all, join_before_backward_ends
 
 BACKENDS = ("gloo", "nccl", patches.BACKEND)
 """Backends that a program may ask for: each is played by the simulator's own, with NCCL's meaning."""
@@ -37,6 +37,8 @@ def install(undo: patches.Patches) -> None:
     undo.replace(patches.ProcessGroup, "_end_coalescing", process_group.end_coalescing)
     for name in ("register_comm_hook", "_register_builtin_comm_hook"):
         undo.wrap(patches.DistributedDataParallel, name, _HOOKS[name])
+    undo.wrap(patches.FUTURES, "_collect_all", _collecting)
+    undo.replace(patches.DEBUG_LEVEL_OWNER, "get_debug_level", lambda: patches.DEBUG_OFF)
     patches.refuse_unseen_collectives(undo, _refuse)
 
 
@@ -202,6 +204,17 @@ def _refuse(*_: Any) -> None:
         "a collective must be called by a rank's own program, got another thread or a process group "
         "built by hand; call it on the rank's thread, on a group made with torch.distributed"
     )
+
+
+def _collecting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Both ``collect_all`` and ``wait_all`` are made of this, and would forget what to join."""
+
+    @functools.wraps(original)
+    def collect(futures: Sequence[Any]) -> Any:
+        is_ours = any(isinstance(each, WorkFuture) for each in futures)
+        return collect_all(futures) if is_ours else original(futures)
+
+    return collect
 
 
 # ---------------------------------------------------------------------- DDP's communication hooks

@@ -23,6 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 # rank's frames (torch._dynamo), or binds that rank's group as a default argument (nn.functional).
 import torch._dynamo  # isort: skip
 import torch.distributed.device_mesh  # isort: skip
+import torch.distributed.checkpoint.filesystem  # isort: skip
 import torch.distributed.nn.functional  # isort: skip
 import torch.distributed.tensor._sharding_prop  # isort: skip
 import torch.utils._python_dispatch as python_dispatch
@@ -304,6 +305,9 @@ def register_backend(made: Callable[[str], None]) -> None:
         dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])
 
 
+FileSystem = torch.distributed.checkpoint.filesystem.FileSystem
+"""What writes the files of distributed checkpoints."""
+
 ShardingPropagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
 SHAPE_PROPAGATION = "_propagate_tensor_meta_non_cached"
 """How DTensor finds the shapes of results, and keeps them in a cache of the thread."""
@@ -394,6 +398,16 @@ def premultiplier_of(options: Any) -> Any:
 
 QueueEmptyError: type[Exception] = getattr(dist, "QueueEmptyError", RuntimeError)
 STORE_OWNERS = (dist, c10d)
+FUTURES = torch._C
+
+
+def future_of_tensors(tensors: list[torch.Tensor]) -> Any:
+    """Return a completed Future whose value is a C++ list of tensors, not a Python object."""
+    return torch._C.fork(lambda: tensors)
+
+
+DEBUG_OFF = dist.DebugLevel.OFF
+DEBUG_LEVEL_OWNER = c10d
 INIT_PROCESS_GROUP = c10d.init_process_group
 NEW_GROUP = c10d.new_group
 SPLIT_GROUP = c10d.split_group
@@ -498,9 +512,19 @@ def address_of(value: Any) -> int:
     return value._cdata if isinstance(value, torch.Tensor) else 0
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has a storage that can be asked for."""
+    return tensor.layout is torch.strided and device_of(tensor).type != "meta"
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return the address of a storage's implementation, shared by all tensors on it."""
     return storage._cdata
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def fill_storage(storage: Any, byte: int) -> None:

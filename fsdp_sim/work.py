@@ -1,6 +1,7 @@
 """Work: handles of issued operations, and Futures of them, with NCCL's meaning."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -109,13 +110,17 @@ class Work(dist.Work):
         future.machine = self.machine
         future.events = [self.event] if self.event >= 0 else []
         future.set_result(self.outputs)
-        if is_from_cpp():
-            is_in_callback = patches.current_autograd_node() is None  # ours would come too late
-            if self.machine.joins_futures_at_once or is_in_callback:
-                self.join()
-            else:
-                join_before_backward_ends(self.machine, future)
-        return future
+        return self._for_cpp(future) if is_from_cpp() else future
+
+    def _for_cpp(self, future: "WorkFuture") -> Any:
+        """Return a Future of the type that C++ wants, after seeing to its join, which C++ hides."""
+        outputs = self.outputs
+        is_in_callback = patches.current_autograd_node() is None  # ours would come too late
+        if self.machine.joins_futures_at_once or is_in_callback:
+            self.join()
+        else:
+            join_before_backward_ends(self.machine, future)
+        return patches.future_of_tensors(outputs)
 
 
 class WorkFuture(Future):  # type: ignore[type-arg]
@@ -136,6 +141,10 @@ class WorkFuture(Future):  # type: ignore[type-arg]
         let_go_of_passed(self.machine)
         return super().wait()
 
+    def add_done_callback(self, callback: Any) -> None:
+        """Run ``callback`` on a stream of its own, after the work."""
+        self.then(callback)
+
     def then(self, callback: Any) -> Any:
         """Run ``callback`` on a stream of its own, after the work; return its Future."""
         machine = self.machine
@@ -155,6 +164,16 @@ class WorkFuture(Future):  # type: ignore[type-arg]
         chained.events = [machine.new_event_id()]
         machine.emit(Kind.RECORD_EVENT, "future.then", stream_id, other=chained.events[0])
         return chained
+
+
+def collect_all(futures: Sequence[Any]) -> Any:
+    """Return a Future of all: its ``wait`` joins them all."""
+    future = WorkFuture()
+    ours = [each for each in futures if isinstance(each, WorkFuture)]
+    future.machine = ours[0].machine
+    future.events = [event for each in ours for event in each.events]
+    future.set_result(list(futures))
+    return future
 
 
 def let_go_of_passed(machine: Machine) -> None:

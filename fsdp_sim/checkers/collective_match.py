@@ -14,6 +14,9 @@ COMPARED = ("name", "reduce_op", "dtype", "sizes", "root")
 
 ALL_TO_ALL = "all_to_all"
 
+RANKS_LISTED_MAX = 32
+"""Other ranks whose calls a report lists."""
+
 
 class CollectiveMatch:
     """Compares each rank's k-th operation of a group with the others', when it is issued.
@@ -46,14 +49,15 @@ class CollectiveMatch:
         for other in others[:-1] if is_pairwise else others[:1]:
             difference = differs(other, op)
             if difference is not None:
-                return (self._finding(other, op, difference),)
+                rest = [each for each in others[:-1] if each is not other]
+                return (self._finding(other, op, difference, rest),)
         return ()
 
     def on_end(self) -> Iterable[Finding]:
         """Report nothing: an operation that some rank never issued is a matter of liveness."""
         return ()
 
-    def _finding(self, first: Op, second: Op, difference: str) -> Finding:
+    def _finding(self, first: Op, second: Op, difference: str, rest: list[Op]) -> Finding:
         a, b = first.call, second.call
         assert a is not None
         assert b is not None
@@ -65,9 +69,15 @@ class CollectiveMatch:
                 f"rank {second.rank} {_describe(second, b)}"
             ),
             ops=(self._words.site(first), self._words.site(second)),
-            detail=(f"differs in {difference}",),
+            detail=(f"differs in {difference}", *(_also(op) for op in rest[:RANKS_LISTED_MAX])),
             ranks=(first.rank, second.rank),
         )
+
+
+def _also(op: Op) -> str:
+    assert op.call is not None
+    place = f" at {op.source}" if op.source else ""
+    return f"rank {op.rank} issued {_describe(op, op.call)}{place}"
 
 
 def differs(left: Op, right: Op) -> str | None:

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
+untyped: Any = dist
 STEPS = 2
 CPU = torch.device("cpu")
 
@@ -165,7 +166,7 @@ class Branches(nn.Module):
 def ddp(
     rank: int,
     *,
-    hook: Callable[..., Any] | None = None,
+    hook: Any = None,
     branches: bool = False,
     microbatches: int = 1,
     **options: Any,
@@ -174,7 +175,9 @@ def ddp(
     inner = fill(Branches() if branches else nn.Sequential(Block(), Block()))
     options.setdefault("bucket_cap_mb", 100 / 2**20)
     model = DistributedDataParallel(inner, find_unused_parameters=branches, **options)
-    if hook is not None:
+    if not callable(hook) and hook is not None:
+        model._register_builtin_comm_hook(hook)
+    elif hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-4)
     loss, losses = torch.zeros(()), []
@@ -206,6 +209,7 @@ DDP: dict[str, Callable[[int], Any]] = {
     "no_sync": partial(ddp, microbatches=2),
     "unused parameters": partial(ddp, branches=True),
     "a user's hook": partial(ddp, hook=summing_hook),
+    "PyTorch's own hook": partial(ddp, hook=untyped.BuiltinCommHookType.FP16_COMPRESS),
     "compressed": partial(ddp, hook=default_hooks.fp16_compress_hook),
 }
 
