@@ -7,6 +7,7 @@ from typing import TypeVar
 from fsdp_sim.checkers import Checker
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
+from fsdp_sim.missing_edges import MissingEdges
 from fsdp_sim.op import Kind, Op
 
 _C = TypeVar("_C")
@@ -23,6 +24,7 @@ class _Group:
     count: int = 0
     ranks: set[int] = field(default_factory=set)
     steps: dict[int, None] = field(default_factory=dict)
+    consequences: dict[str, int] = field(default_factory=dict)
 
     def add(self, finding: Finding, step: int | None) -> None:
         """Count one more occurrence."""
@@ -32,10 +34,17 @@ class _Group:
             if len(self.steps) < STEPS_KEPT:
                 self.steps[at] = None
 
+    def explain(self, finding: Finding) -> None:
+        """Count a finding of another kind or place that the same missing edge would mend."""
+        self.consequences[finding.kind] = self.consequences.get(finding.kind, 0) + finding.count
+
     def merged(self) -> Finding:
         """Return the first occurrence with the count, ranks and steps of all."""
+        also = ", ".join(f"{kind} {count} times" for kind, count in self.consequences.items())
+        more = (f"the same missing edge also shows as {also}",) if also else ()
         return replace(
             self.first,
+            detail=(*self.first.detail, *more),
             count=self.count,
             ranks=tuple(sorted(self.ranks)),
             steps=tuple(sorted(self.steps)),
@@ -71,9 +80,13 @@ class Analysis:
             for kind in Kind
         }
         self._groups: dict[tuple[object, ...], _Group] = {}
+        self._missing_edges = MissingEdges()
 
     def feed(self, op: Op) -> Sequence[Finding]:
-        """Take one op in; return its findings, each as this one occurrence."""
+        """Take one op in; return its findings, each as this one occurrence.
+
+        One that an earlier finding's missing edge would mend too is counted there, and not returned.
+        """
         clocks = self.clocks[op.rank]
         clocks.apply(op)
         new: Sequence[Finding] = ()
@@ -81,15 +94,11 @@ class Analysis:
             found = on_op(op, clocks)
             if found:
                 new = [*new, *found]
-        if new:
-            self._merge(new)
-        return new
+        return self._merge(new) if new else new
 
     def end(self) -> Sequence[Finding]:
         """The program has ended: return what is broken now."""
-        new = [finding for checker in self.checkers for finding in checker.on_end()]
-        self._merge(new)
-        return new
+        return self._merge([finding for checker in self.checkers for finding in checker.on_end()])
 
     def checker(self, kind: type[_C]) -> _C | None:
         """Return the checker of a class, if it takes part."""
@@ -104,14 +113,26 @@ class Analysis:
         """Every finding once, in order of first occurrence, with its count, ranks and steps."""
         return tuple(group.merged() for group in self._groups.values())
 
-    def _merge(self, new: Iterable[Finding]) -> None:
+    def _merge(self, new: Iterable[Finding]) -> Sequence[Finding]:
         step = None if self._now is None else self._now()
-        for finding in new:
+        unexplained = []
+        for finding in sorted(new, key=_is_hearsay):
+            cause = self._missing_edges.explanation_of(finding)
+            if cause is not None:
+                self._groups[_key(cause)].explain(finding)
+                continue
             key = _key(finding)
             group = self._groups.get(key)
             if group is None:
                 group = self._groups[key] = _Group(finding)
             group.add(finding, step)
+            unexplained.append(finding)
+        return unexplained
+
+
+def _is_hearsay(finding: Finding) -> bool:
+    """Whether it is about memory that may be shared, and not about bytes that are: said second."""
+    return finding.kind != "Race"
 
 
 def _key(finding: Finding) -> tuple[object, ...]:

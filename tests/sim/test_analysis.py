@@ -28,12 +28,36 @@ def test_one_missing_wait_is_one_finding() -> None:
     assert finding.ops[0].rank == 1
 
 
-def test_two_source_lines_are_two_findings() -> None:
-    """Two places to fix."""
+def test_what_one_wait_would_mend_is_one_finding() -> None:
+    """A wait before the first read orders the second one too; the finding counts it."""
     ops = Ops()
     ops.aten(0, write(7), line=1)
     ops.aten(1, read(7), line=2)
     ops.aten(1, read(7), line=3)
+
+    (finding,) = ops.findings("races")
+
+    assert finding.count == 1
+    assert finding.detail[-1] == "the same missing edge also shows as Race 1 times"
+
+
+def test_two_waits_to_add_are_two_findings() -> None:
+    """A wait at the first read comes too early for the second write."""
+    ops = Ops()
+    ops.aten(0, write(7), line=1)
+    ops.aten(1, read(7), line=2)
+    ops.aten(0, write(8), line=3)
+    ops.aten(1, read(8), line=4)
+
+    assert len(ops.findings("races")) == 2
+
+
+def test_edges_of_different_streams_do_not_explain_each_other() -> None:
+    """Each pair of streams, and each direction, needs a wait of its own."""
+    ops = Ops()
+    ops.aten(0, write(7), line=1)
+    ops.aten(1, read(7), line=2)
+    ops.aten(2, read(7), line=3)
 
     assert len(ops.findings("races")) == 2
 

@@ -8,13 +8,26 @@ from hypothesis import strategies as st
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make
 from fsdp_sim.checkers.overlap import overlaps
+from fsdp_sim.checkers.races import Races
+from fsdp_sim.checkers.words import Words
+from fsdp_sim.clock import Clocks
+from fsdp_sim.errors import Finding
 from fsdp_sim.op import Access, Kind, Op
 from tests.sim.ops import Ops, Strides, read, write
 
 
 def race_indices(ops: Ops) -> list[tuple[int, int]]:
     """Return the pairs of ops that the checker calls races, each occurrence of its own."""
-    return [(finding.ops[0].index, finding.ops[1].index) for finding in ops.findings("races")]
+    clocks, words = Clocks(), Words()
+    races = Races(words)
+    found: list[Finding] = []
+    for op in ops:
+        clocks.apply(op)
+        if op.kind in words.kinds:
+            words.on_op(op, clocks)
+        if op.kind in races.kinds:
+            found += races.on_op(op, clocks)
+    return [(finding.ops[0].index, finding.ops[1].index) for finding in found]
 
 
 def test_two_streams_are_not_ordered_by_program_order() -> None:

@@ -60,8 +60,7 @@ def test_a_report_lists_what_strict_would_raise() -> None:
 
     report = fsdp_sim.simulate(program, 2, strict=False)
 
-    kinds = {finding.kind for finding in report.findings}
-    assert kinds == {"Race", "NotAtRest"}
+    assert [finding.kind for finding in report.findings] == ["Race"]
 
 
 def test_a_method_replaced_on_a_stream_class_does_not_outlive_the_world() -> None:
