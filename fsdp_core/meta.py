@@ -28,22 +28,33 @@ def own_modules(modules: Sequence[nn.Module], *, inner_first: bool = False) -> d
     """
     found: dict[nn.Module, str] = {}
     visited: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        if module in visited:
-            return
-        visited[module] = None
-        if not inner_first:
-            found[module] = prefix
-        for name, child in module.named_children():
-            if "fsdp_unit" not in vars(child):
-                visit(child, f"{prefix}.{name}" if prefix else name)
-        if inner_first:
-            found[module] = prefix
-
     for module in modules:
-        visit(module, "")
+        _visit(module, "", found, visited, inner_first)
     return found
+
+
+def _visit(
+    module: nn.Module,
+    prefix: str,
+    found: dict[nn.Module, str],
+    visited: dict[nn.Module, None],
+    inner_first: bool,  # noqa: FBT001
+) -> None:
+    """Add a module and those below it to `found`.
+
+    Why not inside its caller: a function that calls itself through its own scope is a cycle, which
+    would keep the modules alive until a garbage collection.
+    """
+    if module in visited:
+        return
+    visited[module] = None
+    if not inner_first:
+        found[module] = prefix
+    for name, child in module.named_children():
+        if "fsdp_unit" not in vars(child):
+            _visit(child, f"{prefix}.{name}" if prefix else name, found, visited, inner_first)
+    if inner_first:
+        found[module] = prefix
 
 
 @contextmanager

@@ -1,0 +1,35 @@
+"""A model that is dropped goes at once: nothing waits for the garbage collector."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_core
+import fsdp_sim
+
+ROWS = (fsdp_core.RowAtomic(),)
+
+
+def dropped(_rank: int) -> list[bool]:
+    """Train a step, drop the model, and say which of its objects are left, with no collection."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with fsdp_core.fully_shard_context("cpu") as context:
+        for module in (*model, model):
+            placements = fsdp_core.Placements((0,), ROWS, ROWS, ROWS)
+            fsdp_core.fully_shard(module, mesh, placements)
+    model(torch.ones(2, 4)).sum().backward()
+    parts = [context, model, *model, *model.parameters()]
+    refs = [weakref.ref(part) for part in parts]
+    del context, model, parts, module, mesh
+    return [ref() is not None for ref in refs]
+
+
+def test_a_dropped_model_leaves_nothing_behind() -> None:
+    """Modules, parameters and the context are free as soon as the program has no name for them."""
+    results = fsdp_sim.simulate(dropped, 2).results
+
+    assert results == [[False] * 8] * 2
