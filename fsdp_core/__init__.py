@@ -7,6 +7,7 @@ Reading order is import order; each file imports only from those below it.
     optimizer.py          fully_shard_optimizer: step on local shards, refresh compute weights
     muon.py               orthogonalised optimizer computed by tensor owners
     grad_norm.py          clip_grad_norm_ over sharded, replicated and expert gradients
+    plain_optimizer.py    optimizers that were not made sharded: checked at their steps
     hooks.py              module and autograd hooks: they call the verbs of module.py, decide nothing
     meta.py               parameters on the meta device: made real, each module reset once
     module.py             FsdpModule: pre/post forward/backward, unshard, reshard, reduce

@@ -28,6 +28,7 @@ from fsdp_core.parameter_group import (
     owner_of,
 )
 from fsdp_core.placement import Placements, TensorAtomic
+from fsdp_core.plain_optimizer import watch_optimizers
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import parameters_of
@@ -175,6 +176,7 @@ def fully_shard(
         assert isinstance(each, FsdpModule)
         each.fsdp_unit = unit
     install_hooks(unit, modules)
+    watch_optimizers()
     for each in modules:
         context.register_module(each, unit)
 

@@ -1,0 +1,69 @@
+"""Optimizers that nobody handed to `fully_shard_optimizer`: what they must not do in silence.
+
+They work on sharded parameters too, slower, if they were built after sharding. One that was built
+before, or while a unit was unsharded, holds full parameters: their gradients are taken away when
+they are reduced, so its steps would change nothing.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp_core.errors import ConfigError
+from fsdp_core.module import complete_groups
+from fsdp_core.parameter_group import Owner, ParameterGroup, owner_of
+
+
+@cache
+def watch_optimizers() -> None:
+    """Have every optimizer of the process checked at its steps, from the first unit on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Have all gradients complete and readable.
+
+    Raises:
+        ConfigError: the optimizer holds a full parameter.
+        StateError: some gradient is still to come.
+    """
+    groups: dict[ParameterGroup, None] = {}
+    for parameter, owner, group in _owned(optimizer):
+        if not isinstance(parameter, DTensor):
+            raise _foreign(owner, group)
+        groups[group] = None
+    complete_groups(groups)
+
+
+def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Note that weights were written: fused and foreach updates move no version counter."""
+    for group in dict.fromkeys(group for _, _, group in _owned(optimizer)):
+        group.mark_written()
+
+
+def _owned(optimizer: Optimizer) -> Iterator[tuple[Tensor, Owner, ParameterGroup]]:
+    """Yield the parameters of living units that an optimizer holds."""
+    for param_group in optimizer.param_groups:
+        for parameter in param_group["params"]:
+            owner = owner_of(parameter)
+            if owner is not None and (group := owner.group()) is not None:
+                yield parameter, owner, group
+
+
+def _foreign(owner: Owner, group: ParameterGroup) -> ConfigError:
+    unit: Any = group.unit()
+    msg = (
+        f"an optimizer must hold the sharded parameters, got the full {owner.fqn!r} of unit "
+        f"{unit.name!r}, whose gradient is taken away when it is reduced; build the optimizer "
+        f"after fully_shard and outside any forward"
+    )
+    return ConfigError(msg, fqn=owner.fqn)
