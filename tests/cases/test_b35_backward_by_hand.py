@@ -35,16 +35,15 @@ def backward_in_halves(model: nn.Module, rank: int) -> dict[str, Tensor]:
     entry = hidden.detach().requires_grad_()
     loss = loss_of(b(entry), rank)
     (of_hidden,) = torch.autograd.grad(loss, entry, retain_graph=True)
-    (of_b,) = torch.autograd.grad(loss, b.weight)
-    (of_a,) = torch.autograd.grad(hidden, a.weight, of_hidden)
+    (of_b,) = torch.autograd.grad(loss, model.get_parameter("b.weight"))
+    (of_a,) = torch.autograd.grad(hidden, model.get_parameter("a.weight"), of_hidden)
     return {"a.weight": of_a, "b.weight": of_b}
 
 
 def sharded(policy: RuntimePolicy | None = None) -> tuple[nn.Module, FsdpContext]:
     """The model as two units without hooks."""
     model = build()
-    options = {} if policy is None else {"runtime_policy": policy}
-    return model, shard(model, "a", "b", "", schedule_policy=BY_HAND, **options)
+    return model, shard(model, "a", "b", "", schedule_policy=BY_HAND, runtime_policy=policy)
 
 
 def run_by_hand(model: nn.Module, rank: int) -> None:

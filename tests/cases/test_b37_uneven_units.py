@@ -77,11 +77,12 @@ def test_a_saved_view_whose_memory_was_given_back_is_reported() -> None:
     def program(rank: int) -> None:
         model = fill(nn.ModuleDict({"layer": linear()}))
         shard(model, "layer", "")
+        layer = model.get_submodule("layer")
         kept: list[Tensor] = []
-        model["layer"].register_forward_hook(
-            lambda layer, _args, _output: kept.append(layer.weight.view(-1)), prepend=True
+        layer.register_forward_hook(
+            lambda each, _args, _output: kept.append(each.weight.view(-1)), prepend=True
         )
-        model["layer"](batch(rank))
+        layer(batch(rank))
         kept[0].neg()
 
     with pytest.raises(fsdp_sim.UseAfterFree) as caught:
