@@ -125,12 +125,24 @@ def before_resize(machine: Machine, storage: Any, nbytes: int) -> None:
     record = machine.memory.known(storage)
     if record is None or not record.pending:
         return
-    users = {id(entry[0]): entry[0] for entry in record.pending}
+    users = _with_what_they_wait_for([entry[0] for entry in record.pending])
     if nbytes:
-        machine.park_for(tuple(users.values()), "resize_ needs values", is_host_wait=False)
+        machine.park_for(tuple(users), "resize_ needs values", is_host_wait=False)
         return
     with patches.below_dispatch():
         kept = storage.clone()
-    for pending in users.values():
+    for pending in users:
         pending.move(patches.storage_key(storage), kept)
     record.pending = []
+
+
+def _with_what_they_wait_for(pending: Sequence[Pending]) -> list[Pending]:
+    """Return some pending work and all that must have its values first."""
+    found = dict.fromkeys(pending)
+    queue = list(found)
+    for each in queue:
+        for other in each.waits_for:
+            if other not in found:
+                found[other] = None
+                queue.append(other)
+    return list(found)

@@ -15,6 +15,7 @@ from fsdp_sim import patches
 from fsdp_sim.checkers.device_graph import DeviceGraph, Launch
 from fsdp_sim.collectives import Compute
 from fsdp_sim.errors import RunError
+from fsdp_sim.faults import corrupt
 from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Call, Source
 from fsdp_sim.tensors import overlaps
@@ -89,15 +90,25 @@ class Pending:
         What is not ordered before it is a race, which the checkers report.
         """
         clock = self.machine.clocks.of(self.stream)
-        for other, lo, hi, writes in record.pending:
+        kept = []
+        for entry in record.pending:
+            other, lo, hi, writes = entry
             conflicts = (access.write or writes) and lo < access.hi and access.lo < hi
             still_needed = writes or not other.is_ready
             is_before = clock.get(other.stream, 0) >= other.tick and other.unit is not self.unit
-            if conflicts and still_needed and is_before and other not in self.waits_for:
-                self.waits_for.append(other)
-                other.dependents.append(self)
+            if conflicts and still_needed and is_before:
+                self._wait_for(other)
+                if access.write and access.lo <= lo and hi <= access.hi:
+                    continue  # who must wait for it must wait for this one
+            kept.append(entry)
+        record.pending = kept
         record.pending.append((self, access.lo, access.hi, access.write))
         self.records.append(record)
+
+    def _wait_for(self, other: "Pending") -> None:
+        if other not in self.waits_for:
+            self.waits_for.append(other)
+            other.dependents.append(self)
 
     def proceed(self) -> "Sequence[Pending]":
         """All that it waited for is there: go on, and return what is done by that."""
@@ -144,7 +155,17 @@ class Part(Pending):
     them.  ``stash`` holds the tensors of an asynchronous one until it is waited for, as NCCL does.
     """
 
-    __slots__ = ("call", "inputs", "launch", "meeting", "outputs", "source", "stash", "values")
+    __slots__ = (
+        "call",
+        "inputs",
+        "is_corrupt",
+        "launch",
+        "meeting",
+        "outputs",
+        "source",
+        "stash",
+        "values",
+    )
 
     def __init__(
         self, machine: "Machine", stream: int, unit: object, meeting: "Meeting", call: Call
@@ -153,6 +174,7 @@ class Part(Pending):
         self.meeting = meeting
         self.call = call
         self.source: Source | None = None
+        self.is_corrupt = False
         self.launch: Launch
         self.inputs: list[Tensor] = []
         self.values: list[Any] = []
@@ -168,7 +190,10 @@ class Part(Pending):
     def proceed(self) -> Sequence[Pending]:
         """Take the inputs' values and meet the others."""
         with patches.below_dispatch():
-            self.values = [tensor.clone() for tensor in self.inputs] + self.values
+            values = [tensor.clone() for tensor in self.inputs]
+            if self.is_corrupt:
+                corrupt(patches.bytes_of(values[0]))
+            self.values = values + self.values
         self.inputs = []
         self.is_ready = True
         return self.meeting.complete_if_all_here()

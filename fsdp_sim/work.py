@@ -1,5 +1,6 @@
 """Work: handles of issued operations, and Futures of them, with NCCL's meaning."""
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from fsdp_sim.machine import Machine
 from fsdp_sim.meeting import Part
 from fsdp_sim.op import Kind
 from fsdp_sim.streams import is_done, new_stream, set_stream
+
+WORKS_LOOKED_AT = 32
+"""Handles, the oldest first, that are looked at each time: more are let go than are made."""
 
 
 class Work(dist.Work):
@@ -178,7 +182,7 @@ def collect_all(futures: Sequence[Any]) -> Any:
 
 def let_go_of_passed(machine: Machine) -> None:
     """Keep nothing alive for handles that nobody waits for, once their memory may be used again."""
-    for work in list(machine.works):
+    for work in list(itertools.islice(machine.works, WORKS_LOOKED_AT)):
         if work.is_passed():
             work.let_go()
 

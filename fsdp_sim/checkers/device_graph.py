@@ -33,6 +33,7 @@ class Launch:
 
     Attributes:
         tick: of its last entry on its stream.
+        lane: where its rank runs launches in order: its stream, or one lane for all.
         clock: what its first entry is ordered after.
         operations: what it takes part in.
         ops: for each operation, the op with which the rank takes part.
@@ -42,12 +43,14 @@ class Launch:
     """
 
     __slots__ = (
+        "_told_count",
         "after",
         "batch",
         "before",
         "clock",
         "is_done",
         "is_started",
+        "lane",
         "operations",
         "ops",
         "rank",
@@ -60,6 +63,7 @@ class Launch:
         self.rank = rank
         self.stream = stream
         self.batch = batch
+        self.lane = stream
         self.tick = 0
         self.clock: Clock = {}
         self.operations: list[Operation] = []
@@ -69,6 +73,13 @@ class Launch:
         self.waiters: list[Any] = []
         self.is_started = False
         self.is_done = False
+        self._told_count = 0
+
+    def newly_started(self) -> "list[Operation]":
+        """Return the operations that have not been told yet that this launch has started."""
+        new = self.operations[self._told_count :]
+        self._told_count = len(self.operations)
+        return new
 
     def op_of(self, operation: "Operation") -> Op | None:
         """Return the op with which the rank takes part in ``operation``."""
@@ -81,12 +92,14 @@ class Operation:
     It is done when all its ranks' launches have started.
     """
 
-    __slots__ = ("annotation", "call", "is_done", "launches")
+    __slots__ = ("annotation", "call", "is_done", "launches", "order", "started_count")
 
-    def __init__(self, call: Call, annotation: str | None) -> None:
+    def __init__(self, call: Call, annotation: str | None, order: int) -> None:
         self.call = call
         self.annotation = annotation
         self.launches: dict[int, Launch] = {}
+        self.order = order
+        self.started_count = 0
         self.is_done = False
 
     @property
@@ -116,9 +129,10 @@ class DeviceGraph:
 
     def __init__(self, *, is_serial: bool = False) -> None:
         self._is_serial = is_serial
-        self._unfinished: dict[int, list[Launch]] = {}
+        self._unfinished: dict[int, dict[int, list[Launch]]] = {}
         self._last: dict[Any, Launch] = {}
         self._operations: dict[Any, Operation] = {}
+        self._order = 0
 
     def issue(
         self,
@@ -138,15 +152,19 @@ class DeviceGraph:
         key = key_of(call)
         operation = self._operations.get(key)
         if operation is None:
-            operation = self._operations[key] = Operation(call, annotation)
+            operation = self._operations[key] = Operation(call, annotation, self._next_order())
         operation.launches[rank] = launch
         launch.operations.append(operation)
         launch.ops.append(op)
         launch.tick = clock[stream]
         if launch.is_done:  # its earlier entries are complete already
             launch.is_done = False
-            self.unfinished(rank).append(launch)
+            self._on(rank, launch.lane).append(launch)
         return launch
+
+    def _next_order(self) -> int:
+        self._order += 1
+        return self._order
 
     def _launch(self, rank: int, call: Call, clock: Clock, stream: int) -> Launch:
         channel = (rank, *channel_of(call))
@@ -154,20 +172,24 @@ class DeviceGraph:
         if last is not None and call.batch is not None and last.batch == call.batch:
             return last
         launch = self._last[channel] = Launch(rank, stream, call.batch)
+        launch.lane = -1 if self._is_serial else stream
         launch.clock = dict(clock)
-        unfinished = self.unfinished(rank)
-        if self._is_serial:
-            launch.before = unfinished[-1:]
-        else:
-            launch.before = [
-                other
-                for other in unfinished
-                if other is last or clock.get(other.stream, 0) >= other.tick
-            ]
+        launch.before = self._before(launch, last)
         for other in launch.before:
             other.after.append(launch)
-        unfinished.append(launch)
+        self._on(rank, launch.lane).append(launch)
         return launch
+
+    def _before(self, launch: Launch, last: Launch | None) -> list[Launch]:
+        """Return the last one on each stream that it is ordered after: the others are behind those."""
+        before = [last] if last is not None and not last.is_done else []
+        for lane in self._unfinished.get(launch.rank, {}).values():
+            for other in reversed(lane):
+                if self._is_serial or launch.clock.get(other.stream, 0) >= other.tick:
+                    if other is not last:
+                        before.append(other)
+                    break
+        return before
 
     def settle(self, launch: Launch) -> list[Launch]:
         """Complete what can complete now that ``launch`` is issued in full; return what is done."""
@@ -179,62 +201,97 @@ class DeviceGraph:
                 if not all(other.is_done for other in current.before):
                     continue
                 current.is_started, current.before = True, []
-            for operation in current.operations:
-                if not operation.is_done and self._complete(operation):
+            for operation in current.newly_started():
+                if self._complete(operation):
                     queue.extend(operation.launches.values())
             if not current.is_done and all(each.is_done for each in current.operations):
                 current.is_done = True
-                self.unfinished(current.rank).remove(current)
+                self._on(current.rank, current.lane).remove(current)
                 done.append(current)
                 queue.extend(current.after)
                 current.after = []
         return done
 
-    def release(self, launch: Launch) -> None:
-        """Settle a launch; if it closes a cycle, which is no finding, let it start all the same."""
-        if self.cycle(launch):
-            for before in launch.before:
-                before.after.remove(launch)
-            launch.before = []
-        self.settle(launch)
-
     def _complete(self, operation: Operation) -> bool:
-        launches = operation.launches
-        if len(launches) < len(operation.call.group):
-            return False
-        if not all(launch.is_started for launch in launches.values()):
+        """One more of its launches has started: is that all?"""
+        operation.started_count += 1
+        if operation.started_count < len(operation.call.group):
             return False
         operation.is_done = True
         del self._operations[key_of(operation.call)]
         return True
 
+    def release(self, launch: Launch) -> None:
+        """Settle a launch that closes a cycle which is no finding: let it start all the same."""
+        for before in launch.before:
+            before.after.remove(launch)
+        launch.before = []
+        self.settle(launch)
+
+    def _on(self, rank: int, lane: int) -> list[Launch]:
+        return self._unfinished.setdefault(rank, {}).setdefault(lane, [])
+
     def unfinished(self, rank: int) -> list[Launch]:
-        """Return the launches of a rank that are not done, in order of issue."""
-        return self._unfinished.setdefault(rank, [])
+        """Return the launches of a rank that are not done, stream by stream in order of issue."""
+        lanes = self._unfinished.get(rank, {})
+        return [launch for lane in lanes.values() for launch in lane]
 
     def operations(self) -> list[Operation]:
         """Return what is issued by some rank and not done, in order of first issue."""
         return list(self._operations.values())
 
+    # ------------------------------------------------------------------ cycles
+
     def cycle(self, launch: Launch) -> "list[Edge]":
-        """Return the cycle that ``launch`` closes, as one edge a rank; empty if there is none."""
-        if launch.is_started or all(len(each.launches) < 2 for each in launch.operations):
-            return []
-        came: dict[Launch, tuple[Launch | None, Operation | None, Launch]] = {
-            before: (None, None, launch) for before in launch.before if not before.is_done
-        }
-        queue = list(came)
-        while queue:
-            current = queue.pop()
-            for operation in current.operations:
-                for other in () if operation.is_done else operation.launches.values():
-                    if other is launch:
-                        return _edges(came, current, operation)
-                    for before in other.before:
-                        if before not in came and not before.is_done:
-                            came[before] = (current, operation, other)
-                            queue.append(before)
+        """Return the cycle that ``launch`` closes with its newest entry, one edge a rank, or nothing.
+
+        Operations are kept in an order that every edge follows, so that most launches need no search;
+        where one does not fit, what is behind its operation moves to the end.
+
+        Source: Pearce and Kelly, "A dynamic topological sort algorithm" (2006), simplified.
+        """
+        operation = launch.operations[-1]
+        for before in launch.before:
+            for earlier in before.operations:
+                if earlier.order > operation.order and not earlier.is_done:
+                    behind = _behind(operation)
+                    if earlier in behind:
+                        return _search(launch)
+                    for each in sorted(behind, key=lambda each: each.order):
+                        each.order = self._next_order()
         return []
+
+
+def _behind(operation: Operation) -> dict[Operation, None]:
+    """Return the operations that cannot complete before ``operation``, and itself."""
+    behind = {operation: None}
+    queue = [operation]
+    while queue:
+        for launch in queue.pop().launches.values():
+            for later in launch.after:
+                for each in later.operations:
+                    if each not in behind:
+                        behind[each] = None
+                        queue.append(each)
+    return behind
+
+
+def _search(launch: Launch) -> "list[Edge]":
+    """Walk from what is before ``launch`` through what those wait for, until it is met again."""
+    came: dict[Launch, tuple[Launch | None, Operation | None, Launch]] = {
+        before: (None, None, launch) for before in launch.before if not before.is_done
+    }
+    queue = list(came)
+    for current in queue:
+        for operation in current.operations:
+            for other in () if operation.is_done else operation.launches.values():
+                if other is launch:
+                    return _edges(came, current, operation)
+                for before in other.before:
+                    if before not in came and not before.is_done:
+                        came[before] = (current, operation, other)
+                        queue.append(before)
+    raise AssertionError("a cycle that was found must be found again")
 
 
 @dataclass(frozen=True)

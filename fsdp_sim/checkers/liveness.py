@@ -65,7 +65,10 @@ class Liveness:
             return None
         launch = self._issue(self._submission, op, call, clock)
         edges = self._submission.cycle(launch)
-        if not edges or any(edge.is_ordered for edge in edges):
+        if not edges:
+            self._submission.settle(launch)
+            return None
+        if any(edge.is_ordered for edge in edges):
             self._submission.release(launch)
             return None
         return self._deadlock(
