@@ -11,12 +11,13 @@ from pathlib import Path
 import click
 import torch
 
-from ci.gpu import correctness, memory, timing
+from ci.gpu import correctness, graphs, memory, timing
 
 PARTS = {
     "correctness": correctness.run,
     "time-small": lambda: timing.run("small"),
     "time-large": lambda: timing.run("large"),
+    "graphs": graphs.run,
     "memory": memory.run,
 }
 
