@@ -4,19 +4,21 @@ Each rank's batches are run in turn on the whole model, in rank order; the ranks
 that order and divided by the number of ranks and the unit's divisor; then the optimizer steps once.
 
 Note [absent gradients]
-    A unit takes part in a step if any of its parameters got a gradient on any rank. Then every trainable
-    parameter of it has a gradient on all ranks, zeros where nobody used it; else none has. This is what a
-    runtime that reduces whole units must do, so that ranks agree without asking each other.
+    A unit takes part in a step if backward entered it on some rank: a gradient came to what one of its
+    modules returned. Then every trainable parameter of it has a gradient on all ranks, zeros where nobody
+    used it; else none has. This is what a runtime that reduces whole units must do, so that ranks agree
+    without asking each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_sim.program.check import check_program
-from fsdp_sim.program.model import DTYPES, Node, Plan, PlannedError, build_model
+from fsdp_sim.program.model import DTYPES, Node, Plan, PlannedError, build_model, unwrap
 from fsdp_sim.program.optimizer import make_optimizer
 from fsdp_sim.program.passes import run_pass, set_frozen
 from fsdp_sim.program.results import FullRun, FullStep, Losses, Tensors, floats
@@ -28,12 +30,17 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class _Unsharded:
-    """The unsharded program while it runs."""
+    """The unsharded program while it runs.
+
+    Attributes:
+        entered: paths of modules of units that backward has entered in this step.
+    """
 
     program: ProgramSpec
     model: Node
     optimizer: torch.optim.Optimizer
     units: tuple[Unit, ...]
+    entered: set[str]
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,22 @@ def run_reference(program: ProgramSpec) -> FullRun:
     for unit in parts:
         _hold_main_weights(model, unit)
     optimizer = make_optimizer(program.optimizer, model.parameters())
-    unsharded = _Unsharded(program, model, optimizer, parts)
+    unsharded = _Unsharded(program, model, optimizer, parts, set())
+    for unit in parts:
+        for path in unit.paths:
+            model.get_submodule(path).register_forward_hook(_watch(path, unsharded.entered))
     return FullRun(tuple(_run_step(unsharded, number) for number in range(len(program.steps))))
+
+
+def _watch(path: str, entered: set[str]) -> Callable[[nn.Module, tuple[Tensor], Any], None]:
+    """Return a forward hook that notes when a gradient comes to what the module returned."""
+
+    def hook(_module: nn.Module, inputs: tuple[Tensor], output: Any) -> None:
+        y = unwrap(output)
+        if y.requires_grad and y is not inputs[0]:
+            y.register_hook(lambda _grad: entered.add(path))
+
+    return hook
 
 
 def _hold_main_weights(model: Node, unit: Unit) -> None:
@@ -79,6 +100,7 @@ def _run_step(unsharded: _Unsharded, number: int) -> FullStep:
     program, model, optimizer = unsharded.program, unsharded.model, unsharded.optimizer
     step = program.steps[number]
     set_frozen(model, step)
+    unsharded.entered.clear()
     before = {name: parameter.grad for name, parameter in model.named_parameters()}
     ranks = [_run_rank(unsharded, number, rank) for rank in range(program.world_size)]
     failed = any(rank.failed for rank in ranks)
@@ -114,7 +136,7 @@ def _set_averages(unsharded: _Unsharded, ranks: Sequence[Tensors], before: Tenso
     parameters = dict(unsharded.model.named_parameters())
     for unit in unsharded.units:
         names = [name for name in parameters if name.rpartition(".")[0] in unit.members]
-        used = any(rank[name] is not None for rank in ranks for name in names)
+        used = any(path in unsharded.entered for path in unit.paths)
         for name in names:
             parameter = parameters[name]
             given = [rank[name] for rank in ranks]
