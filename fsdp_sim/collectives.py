@@ -54,13 +54,14 @@ class Request:
         args: its arguments by name.
         rank: the caller's rank in the group.
         size: ranks in the group.
-        factor: of a premultiplied sum.
+        reduction: name of the reduce op and factor of a premultiplied sum, where the caller's options
+            were seen.
     """
 
     args: dict[str, Any]
     rank: int
     size: int
-    factor: Any = None
+    reduction: tuple[str, Any] | None = None
 
 
 # ---------------------------------------------------------------------- reductions
@@ -107,7 +108,8 @@ _BITWISE = ("BAND", "BOR", "BXOR")
 
 def _reduction(request: Request, tensors: Sequence[Tensor]) -> str:
     """Return the name of the reduce op, after checking that it is defined for the tensors."""
-    op = reduce_op_name(request.args["reduce_op"])
+    known = request.reduction
+    op = known[0] if known is not None else reduce_op_name(request.args["reduce_op"])
     dtype = tensors[0].dtype
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"ReduceOp.{op} must reduce integers or booleans, got {dtype}")
@@ -120,14 +122,21 @@ def _reduced(op: str, values: Values, piece: Callable[[Sequence[Any]], Tensor]) 
 
 
 def _factor(op: str, request: Request) -> list[Any]:
-    return [request.factor] if op == "PREMUL_SUM" else []
+    if op != "PREMUL_SUM":
+        return []
+    if request.reduction is None:
+        raise NotImplementedError(
+            "a premultiplied sum must be called from Python, got a call from C++"
+        )
+    return [request.reduction[1]]
 
 
 # ---------------------------------------------------------------------- what must hold of the tensors
 
 
 def _dtype(tensors: Sequence[Tensor]) -> str:
-    return ",".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors))
+    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+    return ",".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

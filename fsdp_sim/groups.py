@@ -32,7 +32,7 @@ def install(undo: patches.Patches) -> None:
     for owner in patches.MONITORED_BARRIER_OWNERS:
         undo.replace(owner, "monitored_barrier", monitored_barrier)
     for name in patches.METHODS_WITH_REDUCE_OP:
-        undo.wrap(patches.ProcessGroup, name, _keeping_factor)
+        undo.wrap(patches.ProcessGroup, name, _keeping_reduction)
     undo.replace(patches.ProcessGroup, "_start_coalescing", process_group.start_coalescing)
     undo.replace(patches.ProcessGroup, "_end_coalescing", process_group.end_coalescing)
     for name in ("register_comm_hook", "_register_builtin_comm_hook"):
@@ -185,16 +185,19 @@ def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bo
     dist.barrier(group)
 
 
-def _keeping_factor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the factor of a premultiplied sum, which the dispatched op no longer shows."""
+def _keeping_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep what a call says of its reduction, of which the dispatched op shows only a part."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         machine = machines.current()
-        if machine is not None:
-            options = kwargs.get("opts", args[-1] if args else None)
-            machine.premultiplier = patches.premultiplier_of(options)
-        return original(self, *args, **kwargs)
+        if machine is None:
+            return original(self, *args, **kwargs)
+        machine.reduction = patches.reduction_of(kwargs.get("opts", args[-1] if args else None))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            machine.reduction = None
 
     return call
 

@@ -18,6 +18,7 @@ from fsdp_sim.world import Rank, Wait
 
 if TYPE_CHECKING:
     from fsdp_sim.checkers.device_graph import Launch
+    from fsdp_sim.faults import Faults
     from fsdp_sim.meeting import Pending, Wire
     from fsdp_sim.process_group import Communicator
     from fsdp_sim.streams import Stream
@@ -57,6 +58,8 @@ class Machine:
         memory: its storages.
         backward: its backward passes; ``in_backward`` while one runs that uses several streams.
         streams: those in use, by id.
+        faults: what is to go wrong, if anything.
+        hash_count: objects numbered so far; ``shuffle``: which permutation of the numbers to use.
         meshes: the names of the groups of the first device mesh of each kind.
         makes_device_tensor: a tensor is being made from Python data, on a device.
         wire: what it shares with the machines of the other ranks.
@@ -95,7 +98,7 @@ class Machine:
         self.init_count = 0
         self.works: dict[Work, None] = {}
         self.last_work: Work | None = None
-        self.premultiplier: Any = None
+        self.reduction: tuple[str, Any] | None = None
         self.cpp_futures: list[WorkFuture] = []
         self.joins_futures_at_once = False
         self.must_defer = False
@@ -103,6 +106,9 @@ class Machine:
         self.backward = Backward(self)
         self.in_backward = False
         self.makes_device_tensor = False
+        self.faults: Faults | None = None
+        self.hash_count = 0
+        self.shuffle = 0
         self.meshes: dict[Any, tuple[str, ...]] = {}
         self.streams: dict[int, Stream] = {}
         self._event_count = 0

@@ -388,12 +388,22 @@ def drop_groups() -> None:
     torch._C._distributed_c10d._unregister_all_process_groups()
 
 
-def premultiplier_of(options: Any) -> Any:
-    """Return the factor of a premultiplied sum, which the dispatched op no longer shows."""
+def reduction_of(options: Any) -> tuple[str, Any] | None:
+    """Return the name of the reduce op in a call's options, and the factor of a premultiplied sum.
+
+    The dispatched op no longer shows the factor, and its name takes a call into TorchScript.
+    """
     reduce_op = getattr(options, "reduceOp", None)
-    if reduce_op is not None and reduce_op.op.name == "PREMUL_SUM":
-        return reduce_op.factor
-    return None
+    if reduce_op is None:
+        return None
+    name = _REDUCTIONS[reduce_op.op]
+    return name, reduce_op.factor if name == "PREMUL_SUM" else None
+
+
+_REDUCTIONS = {
+    getattr(ReduceOp.RedOpType, name): name
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+}
 
 
 QueueEmptyError: type[Exception] = getattr(dist, "QueueEmptyError", RuntimeError)
@@ -635,11 +645,20 @@ def seed_everything(seed: int) -> None:
         numpy_random.set_bit_generator(numpy_random.MT19937(seed))
 
 
-@contextmanager
-def below_dispatch() -> Iterator[None]:
+class below_dispatch:  # noqa: N801  used as a function
     """Run operators that are no ops of a rank: neither its dispatch mode nor autograd sees them."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
-        yield
+
+    __slots__ = ("_guard", "_had_grad")
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._DisableTorchDispatch()
+        self._guard.__enter__()
+        self._had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: FBT003  as it is declared
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._had_grad)
+        self._guard.__exit__(None, None, None)
 
 
 def tensor_on(
@@ -758,13 +777,19 @@ def schema_of(func: Any) -> Schema:
     return Schema(func.namespace, name, full_name, writes, aliases, len(func._schema.returns))
 
 
+_ARGUMENTS: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
+"""Names and default values of an operator's arguments, by its identity: operators live on."""
+
+
 def named_arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return all arguments by name; the dispatcher strips those that equal their default."""
-    schema = func._schema.arguments
-    named = {arg.name: arg.default_value for arg in schema[len(args) :]}
-    named.update(zip((arg.name for arg in schema), args, strict=False))
-    named.update(kwargs)
-    return named
+    known = _ARGUMENTS.get(id(func))
+    if known is None:
+        schema = func._schema.arguments
+        names = tuple(arg.name for arg in schema)
+        known = _ARGUMENTS[id(func)] = (names, {arg.name: arg.default_value for arg in schema})
+    names, defaults = known
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def gather_asynchronously(fsdp_module: Any) -> None:

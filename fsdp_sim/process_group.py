@@ -70,6 +70,7 @@ class Entry:
         members: global ranks that take part.
         position: this rank's among them.
         sequence_key: whose counter numbers it: None for the group's collectives.
+        is_corrupt: a fault changes what it sends.
     """
 
     meaning: Meaning
@@ -77,6 +78,7 @@ class Entry:
     position: int
     sequence_key: Any = None
     is_async: bool = False
+    is_corrupt: bool = False
 
 
 # ---------------------------------------------------------------------- one c10d operator
@@ -145,9 +147,9 @@ def _collective(communicator: Communicator, name: str, named: dict[str, Any]) ->
     means = COLLECTIVES.get(name)
     if means is None:
         raise NotImplementedError(f"the simulator has no collective 'c10d::{name}'")
-    factor, machine.premultiplier = machine.premultiplier, None
+    reduction, machine.reduction = machine.reduction, None
     ranks = communicator.ranks
-    meanings = means(Request(named, communicator.rank, len(ranks), factor))
+    meanings = means(Request(named, communicator.rank, len(ranks), reduction))
     is_async = bool(named.get("async_op", True))
     entries = [Entry(meaning, ranks, communicator.rank, is_async=is_async) for meaning in meanings]
     is_batch = len(entries) > 1
@@ -226,20 +228,45 @@ def issue(
     for entry in entries:
         check_layout(entry.meaning.name, (*entry.meaning.inputs, *entry.meaning.outputs))
     machine.rank.reach("issue")
+    if machine.faults is None:
+        return _issue(communicator, entries, stream, is_async=is_async, is_batch=is_batch)
+    verdict = machine.faults.visit(machine.rank, "issue", entries[0].meaning.name)
+    if verdict == "drop":
+        machine.last_work = Work(machine)  # C++ holds only its half
+        return machine.last_work
+    for entry in entries:
+        entry.is_corrupt = verdict == "corrupt"
+    if verdict == "duplicate":
+        _issue(communicator, entries, stream, is_async=is_async, is_batch=is_batch)
+    return _issue(communicator, entries, stream, is_async=is_async, is_batch=is_batch)
+
+
+def _issue(
+    communicator: Communicator,
+    entries: Sequence[Entry],
+    stream: Stream,
+    *,
+    is_async: bool,
+    is_batch: bool,
+) -> Work:
+    machine = communicator.machine
     stream_id, current = machine.stream_id(stream), machine.current_stream_id()
     if stream_id != current:
         machine.emit(Kind.WAIT_STREAM, "launch", stream_id, other=current)
     is_host = any(entry.meaning.is_host for entry in entries)
+    keeps = is_async or is_from_cpp()
     work = Work(machine, is_host=is_host)
     batch = communicator.next("batch") if is_batch else None
     for entry in entries:
         part = _launch_entry(communicator, entry, stream_id, work, batch)
-        if is_async or is_from_cpp():
+        if keeps:
             part.stash = entry.meaning.inputs + entry.meaning.outputs
     if is_async or is_host:
         work.event = machine.new_event_id()
         machine.emit(Kind.RECORD_EVENT, "work", stream_id, other=work.event)
-    _keep(machine, work, entries, is_async=is_async)
+    if keeps:
+        _keep(machine, work, entries)
+    machine.last_work = work
     for part in list(work.parts):
         settle(part)
     assert work.launch is not None
@@ -261,6 +288,7 @@ def _launch_entry(
     part = Part(machine, stream, work, _meeting(machine, call, meaning), call)
     reads = _note_all(part, meaning.inputs, write=False)
     writes = _note_all(part, meaning.outputs, write=True)
+    part.is_corrupt = entry.is_corrupt
     part.take(meaning.inputs, meaning.outputs, meaning.extra)
     op = machine.emit(Kind.COLLECTIVE, meaning.name, stream, (*reads, *writes), call=call)
     if op is not None:
@@ -325,16 +353,14 @@ def _note_all(part: Part, tensors: Sequence[Tensor], *, write: bool) -> list[Acc
     return accesses
 
 
-def _keep(machine: Machine, work: Work, entries: Sequence[Entry], *, is_async: bool) -> None:
+def _keep(machine: Machine, work: Work, entries: Sequence[Entry]) -> None:
     """Keep alive what NCCL would keep, and nothing else.
 
     C++ holds only its half of a handle: the Python half must outlive it.  What was not waited for is
     let go once its memory may be used again, as NCCL's watchdog does.
     """
-    if is_async or is_from_cpp():
-        for entry in entries:
-            meaning = entry.meaning
-            work.outputs += meaning.outputs if meaning.result is None else meaning.result
-        let_go_of_passed(machine)
-        machine.works[work] = None
-    machine.last_work = work
+    for entry in entries:
+        meaning = entry.meaning
+        work.outputs += meaning.outputs if meaning.result is None else meaning.result
+    let_go_of_passed(machine)
+    machine.works[work] = None
