@@ -173,5 +173,13 @@ class HandoverTimeout(RunError):
     """A rank kept the baton for longer than ``HANDOVER_SECONDS_MAX``: it is stuck outside the world."""
 
 
+class InjectedFault(Exception):
+    """A fault that the run was asked for; the program may handle it."""
+
+
+class InjectedCrash(BaseException):
+    """Ends a rank as a crash would: the program does not handle it, and it is no error of the run."""
+
+
 class Unwind(BaseException):
     """Unwinds a rank's program when the world stops; ``except Exception`` does not catch it."""

@@ -10,6 +10,7 @@ from fsdp_sim import patches
 from fsdp_sim.op import UNKNOWN, Kind, Source
 
 if TYPE_CHECKING:
+    from fsdp_sim.faults import Faults
     from fsdp_sim.machine import Machine
     from fsdp_sim.meeting import Pending
 
@@ -24,6 +25,7 @@ class StorageRecord:
         ordinal: the id in ops; a storage that is resized gets a new one, since it is new memory.
         stream: the stream whose pool the memory came from.
         is_host: made from Python data alone, so its reads and writes are on no stream.
+        is_born: an op of the rank made it.
         is_allocated: there is an ALLOC op without its FREE.
         is_shared: a stream other than ``stream`` has touched it, so that its end is of interest.
         pending: parts of collectives that still read or write it.
@@ -36,6 +38,7 @@ class StorageRecord:
         "__weakref__",
         "born_at",
         "is_allocated",
+        "is_born",
         "is_host",
         "is_shared",
         "key",
@@ -52,6 +55,7 @@ class StorageRecord:
         self.ordinal = ordinal
         self.stream = stream
         self.is_host = False
+        self.is_born = False
         self.is_allocated = False
         self.is_shared = False
         self.pending: list[tuple[Pending, int, int, bool]] = []
@@ -91,7 +95,7 @@ class Memory:
         record = self.records.get(storage._cdata)
         if record is None:
             record = self._track(storage)
-            record.is_host = is_host
+            record.is_host, record.is_born = is_host, True
             if not is_host:
                 self._alloc(record, storage.nbytes(), source)
         return record
@@ -112,6 +116,8 @@ class Memory:
     def _alloc(self, record: StorageRecord, nbytes: int, source: Source | None = UNKNOWN) -> None:
         if nbytes == 0:
             return
+        if self._machine.faults is not None:
+            self._take(self._machine.faults, record, nbytes)
         record.is_allocated = True
         record.stream = self._machine.current_stream_id()
         op = self._machine.emit(
@@ -120,9 +126,23 @@ class Memory:
         if op is not None:
             record.born_at, record.source = op.index, op.source
 
+    def _take(self, faults: "Faults", record: StorageRecord, nbytes: int) -> None:
+        """Run out of memory if a fault says so.
+
+        Raises:
+            torch.OutOfMemoryError: as CUDA's allocator would.
+        """
+        if faults.allocated(self._machine.rank, record.ordinal, nbytes):
+            raise torch.OutOfMemoryError(
+                f"simulated device out of memory: rank {self._machine.rank.index} tried to allocate"
+                f" {nbytes} bytes"
+            )
+
     def _free(self, record: StorageRecord, *, is_release: bool = False) -> None:
         if record.is_allocated:
             record.is_allocated = False
+            if self._machine.faults is not None:
+                self._machine.faults.freed(self._machine.rank.index, record.ordinal)
             source = UNKNOWN if record.is_shared or is_release else None
             op = self._machine.emit(
                 Kind.FREE, "free", record.stream, other=record.ordinal, source=source

@@ -21,6 +21,7 @@ _KNOB_PART = re.compile(r"([a-z_]+)((?:[0-9@:=][A-Za-z0-9_.:=@,-]{0,63})?)")
 KNOBS = (
     "seed",
     "late",
+    "collect",
     "shuffle",
     "crash",
     "hang",
@@ -28,11 +29,11 @@ KNOBS = (
     "drop",
     "duplicate",
     "corrupt",
-    "out_of_memory",
-    "store_failure",
-    "torn_write",
+    "oom",
+    "fail",
+    "torn",
 )
-"""Names of settings that a schedule may hold; a number or the place of a fault may follow."""
+"""Names of settings that a schedule may hold; a number or the place of a fault may follow (knobs.py)."""
 
 
 class Deviation(NamedTuple):

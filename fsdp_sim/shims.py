@@ -1,15 +1,18 @@
 """Shims: which PyTorch names mean what while a world runs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_sim import deferral, groups, meshes, patches, streams
+from fsdp_sim import deferral, groups, hashes, meshes, patches, streams
 from fsdp_sim import machine as machines
 from fsdp_sim.dispatch import host_read
+from fsdp_sim.faults import tear
 from fsdp_sim.tensors import access_of
 
 
@@ -21,6 +24,8 @@ def install(undo: patches.Patches) -> None:
     _install_memory(undo)
     groups.install(undo)
     meshes.install(undo)
+    hashes.install(undo)
+    _install_files(undo)
     _install_ranges(undo)
 
 
@@ -172,6 +177,25 @@ def _install_memory(undo: patches.Patches) -> None:
         return out
 
     undo.replace(torch.UntypedStorage, "resize_", resize_)
+
+
+def _install_files(undo: patches.Patches) -> None:
+    """A checkpoint file that has been written is a site of faults."""
+    undo.wrap(patches.FileSystem, "create_stream", _breakable)
+
+
+def _breakable(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def create_stream(self: Any, path: Any, mode: str) -> Iterator[Any]:
+        with original(self, path, mode) as stream:
+            yield stream
+        machine = machines.current()
+        if machine is not None and machine.faults is not None and "w" in mode:
+            verdict = machine.faults.visit(machine.rank, "write", Path(path).name)
+            if verdict == "torn":
+                tear(Path(path), machine.rank)
+
+    return create_stream
 
 
 def _install_ranges(undo: patches.Patches) -> None:

@@ -16,7 +16,9 @@ from fsdp_sim.errors import (
     Finding,
     SimulationError,
 )
+from fsdp_sim.faults import Faults
 from fsdp_sim.isolation import HostState, fresh_thread
+from fsdp_sim.knobs import Knobs
 from fsdp_sim.machine import LOCAL, Machine
 from fsdp_sim.meeting import Wire
 from fsdp_sim.scheduler import Recorder, Scheduler
@@ -39,6 +41,8 @@ class Report:
         schedule: the effective schedule, as ``replay`` takes it.
         trace: ops (if kept) and digests.
         decisions: how many decisions the run took.
+        errors: what ranks raised.
+        faults: how often each fault that was asked for came up.
     """
 
     results: list[Any]
@@ -48,6 +52,7 @@ class Report:
     notices: tuple[Finding, ...] = ()
     decisions: int = 0
     errors: dict[int, BaseException] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,6 +85,7 @@ class Simulation:
         self.machines: list[Machine] = []
         self.environs: list[Any] = []
         self.contexts: dict[int, Context] = {}
+        self.knobs = Knobs.parse(settings.knobs)
         self.world = World(
             settings.world_size,
             self._body,
@@ -88,6 +94,10 @@ class Simulation:
             on_stuck=self._on_stuck,
             step_limit=settings.step_limit,
         )
+        rules = self.knobs.faults
+        self.faults = Faults(rules, self.world.choose_yes) if rules else None
+        if self.knobs.collect:
+            self.world.before_switch = self._decide_collection
 
     @staticmethod
     def is_running() -> bool:
@@ -108,6 +118,8 @@ class Simulation:
             groups.install_stores(undo, self.wire.store.contents)
             _RUNNING.append(self)
             stack.callback(_RUNNING.clear)
+            if self.faults is not None:
+                stack.enter_context(self.faults.armed())
             self._prepare_ranks()
             self.world.run()
             self._let_go()
@@ -137,6 +149,7 @@ class Simulation:
                 self.trace.add,
                 poison=self.settings.poison,
             )
+            machine.shuffle, machine.faults = self.knobs.shuffle, self.faults
             self.machines.append(machine)
             self._prepare_host_state(rank)
 
@@ -184,7 +197,14 @@ class Simulation:
 
     # ------------------------------------------------------------------ nobody can run
 
+    def _decide_collection(self, rank: Rank) -> None:
+        """The collector may run at any time: here, if the schedule says so."""
+        if self.world.choose_yes("collect", rank.index):
+            patches.collect_garbage()
+
     def _on_stuck(self, world: World) -> SimulationError | None:  # noqa: ARG002  as World calls it
+        if self.faults is not None and self.faults.wake_delayed():
+            return None
         finding = stuck.find_deadlock(self.machines)
         if finding is not None:
             self.analysis.add(finding)
@@ -216,6 +236,9 @@ class Simulation:
             notices=tuple(f for f in self.analysis.findings if f.is_notice),
             decisions=world.step,
             errors={rank.index: rank.error for rank in world.ranks if rank.error is not None},
+            faults={str(rule): count for rule, count in self.faults.fired.items()}
+            if self.faults is not None
+            else {},
         )
         self.trace.schedule = schedule
         return report

@@ -48,6 +48,8 @@ class WorldStore(patches.Store):
         if machine is None:
             return None
         machine.rank.reach("store")
+        if machine.faults is not None:
+            machine.faults.visit(machine.rank, "store")
         return machine.rank
 
     def _put(self, key: str, value: Any) -> None:

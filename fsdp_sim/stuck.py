@@ -60,8 +60,9 @@ def _stands(machines: Sequence[Machine]) -> list[deadlock.Stand]:
 
 def _stand(rank: Rank) -> deadlock.Stand:
     wait = rank.wait
-    if rank.state is RankState.ENDED or wait is None:
+    if rank.state is RankState.ENDED or wait is None or wait.is_for_good:
         how = f"ended with {rank.error!r}" if rank.error is not None else "has ended"
+        how = how if wait is None else wait.reason
         return deadlock.Stand(
             rank.index, is_ended=True, is_host_wait=False, waits_for=(), describe=how
         )

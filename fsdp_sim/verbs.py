@@ -10,9 +10,12 @@ from fsdp_sim.errors import (
     ConfigError,
     Diverged,
     Finding,
+    InjectedCrash,
     Nondeterminism,
     SimulationError,
 )
+from fsdp_sim.faults import Rule, rules_of
+from fsdp_sim.knobs import Knobs
 from fsdp_sim.schedule import RANKS_MAX, Schedule
 from fsdp_sim.scheduler import Misfit, Recheck, Replay, Scheduler, make
 from fsdp_sim.scheduler.pct import STEPS_DEFAULT
@@ -30,6 +33,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     schedule: str | Schedule | None = None,
     scheduler: str = "program_order",
     steps: int = STEPS_DEFAULT,
+    faults: Iterable[str | Rule] = (),
+    knobs: Iterable[str] = (),
     checkers: Iterable[str] = tuple(checkers_.CHECKERS),
     strict: bool = True,
     step_limit: int = STEP_LIMIT_DEFAULT,
@@ -48,9 +53,12 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         world_size: number of ranks, at least 1.
         args: passed to ``fn`` behind the rank.
         seed: of the schedulers "uniform" and "pct"; feeds nothing else.
-        schedule: deviations to follow where they fit ("v1;w4;17>2"); overrides ``scheduler``.
+        schedule: deviations to follow where they fit ("v1;w4;17>2"), and knobs.  Deviations override
+            ``scheduler``.
         scheduler: "program_order", "uniform", "pct", "exhaustive" or "replay".
         steps: decisions that "pct" expects in a run, to spread its change points over.
+        faults: what is to go wrong, such as "crash:issue@rank=1,at=3" (``fsdp_sim.faults``).
+        knobs: what makes the run less friendly: "late", "collect", "shuffle3" (``fsdp_sim.knobs``).
         checkers: names of the checkers to run.
         strict: raise the first error found; otherwise report all.
         step_limit: scheduling decisions allowed.
@@ -70,9 +78,9 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         Exception: what a rank raised comes out as itself, with a note that says where the others stood.
     """
     _check_program(fn, world_size, step_limit)
-    plan = _plan(schedule, world_size)
+    plan = _plan(schedule, world_size, knobs, faults)
     chooser: Scheduler
-    if schedule is not None:
+    if schedule is not None and (plan.deviations or scheduler == "program_order"):
         chooser = Replay(plan, strict=False)
     else:
         chooser = make(scheduler, seed=seed, schedule=plan, steps=steps)
@@ -181,10 +189,18 @@ def _difference_of_ops(first: Trace, second: Trace) -> str | None:
     return "some op (pass trace=True to see which)"
 
 
-def _plan(schedule: str | Schedule | None, world_size: int) -> Schedule:
-    if schedule is None:
-        return Schedule(world_size)
-    plan = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+def _plan(
+    schedule: str | Schedule | None,
+    world_size: int,
+    knobs: Iterable[str],
+    faults: Iterable[str | Rule],
+) -> Schedule:
+    """Return the schedule with all knobs in it; faults are knobs too, so its line holds everything."""
+    plan = Schedule(world_size) if schedule is None else schedule
+    plan = Schedule.parse(plan) if isinstance(plan, str) else plan
+    names = (*plan.knobs, *knobs, *map(str, rules_of(faults)))
+    Knobs.parse(names)
+    plan = replace(plan, knobs=tuple(dict.fromkeys(names)))
     if plan.world_size != world_size:
         raise ConfigError(
             f"the schedule's world size must be world_size={world_size}, got {plan.world_size}"
@@ -195,7 +211,7 @@ def _plan(schedule: str | Schedule | None, world_size: int) -> Schedule:
 def _raise_if_wrong(simulation: Simulation, report: Report, *, strict: bool) -> None:
     """Raise what a rank raised, then what stopped the world, then the first error found."""
     stop = simulation.world.stop_error
-    if report.errors:
+    if any(_is_own(error) for error in report.errors.values()):
         _raise_rank_error(simulation, report)
     if stop is not None and (strict or stop.finding is None):
         raise _with_facts(stop, report)
@@ -204,6 +220,11 @@ def _raise_if_wrong(simulation: Simulation, report: Report, *, strict: bool) -> 
         raise _with_facts(
             FINDING_KINDS[finding.kind](_message(finding, report), finding=finding), report
         )
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether a rank's program raised it; a crash that the caller asked for is part of the run."""
+    return not isinstance(error, InjectedCrash)
 
 
 def _message(finding: Finding, report: Report) -> str:
@@ -219,7 +240,7 @@ def _with_facts(error: SimulationError, report: Report) -> SimulationError:
 
 def _raise_rank_error(simulation: Simulation, report: Report) -> NoReturn:
     """Raise the first exception that a rank's program ended with, as itself."""
-    ranks = [simulation.world.ranks[index] for index in report.errors]
+    ranks = [simulation.world.ranks[index] for index, e in report.errors.items() if _is_own(e)]
     first = min(ranks, key=lambda rank: rank.order_of_error or 0)
     error = first.error
     assert error is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn, Protocol
 
-from fsdp_sim.errors import HandoverTimeout, SimulationError, StepLimit, Unwind
+from fsdp_sim.errors import HandoverTimeout, InjectedCrash, SimulationError, StepLimit, Unwind
 from fsdp_sim.scheduler import Decision, Scheduler
 from fsdp_sim.task import HANDOVER_SECONDS_MAX, POOL, Baton
 
@@ -34,12 +34,14 @@ class Wait:
             because it needs values that are not there yet.
         needs: what must complete first.
         can_defer: the rank could go on without the values if nobody else can.
+        is_for_good: nothing ever wakes the rank.
     """
 
     reason: str
     is_host_wait: bool
     needs: tuple[Any, ...] = ()
     can_defer: bool = False
+    is_for_good: bool = False
 
 
 class HostState(Protocol):
@@ -64,6 +66,7 @@ class Rank:
     Attributes:
         result: what the program returned.
         error: what it raised; never a finding.
+        crash: an injected one that has ended it.
         order_of_error: a number that grows with time, to tell which rank raised first.
     """
 
@@ -76,6 +79,7 @@ class Rank:
         self.result: Any = None
         self.error: BaseException | None = None
         self.order_of_error: int | None = None
+        self.crash: InjectedCrash | None = None
         self.baton = Baton()
 
     def reach(self, kind: str) -> None:
@@ -83,6 +87,10 @@ class Rank:
         world = self.world
         if world.stop_error is not None:
             raise Unwind
+        if self.crash is not None:
+            raise self.crash
+        if world.before_switch is not None:
+            world.before_switch(self)
         if len(world.runnable) > 1:
             world.switch(self, world.choose_rank(kind, self.index))
 
@@ -94,6 +102,20 @@ class Rank:
         self.world.runnable.remove(self.index)
         self.world.pass_on(self)
         self.wait = None
+
+    def die(self, reason: str) -> NoReturn:
+        """End here; a program that catches even this has no rank any more."""
+        self.crash = InjectedCrash(reason)
+        raise self.crash
+
+    def hang(self, reason: str) -> None:
+        """Never go on."""
+        while True:
+            self.park(Wait(reason, is_host_wait=True, is_for_good=True))
+
+    def step_aside(self, reason: str) -> None:
+        """Go on when somebody wakes the rank, which is when nobody else can run."""
+        self.park(Wait(reason, is_host_wait=False))
 
     def wake(self) -> None:
         """What a parked rank waited for has come."""
@@ -131,6 +153,7 @@ class World:
         self.step = 0
         self.step_limit = step_limit
         self.on_stuck = on_stuck
+        self.before_switch: Callable[[Rank], None] | None = None
         self.stop_error: SimulationError | None = None
         self.ranks = [Rank(index, self, host_state()) for index in range(world_size)]
         self.runnable = list(range(world_size))
@@ -241,6 +264,8 @@ class World:
             pass
         except BaseException as error:
             rank.error, rank.order_of_error = error, self.handovers
+        if rank.crash is not None:
+            rank.result, rank.error = None, rank.crash
         rank.state = RankState.ENDED
         if rank.index in self.runnable:
             self.runnable.remove(rank.index)
