@@ -178,6 +178,11 @@ def adjusted_learning_rate(lr: float, rule: str | None, shape: torch.Size) -> fl
     return _muon._adjust_lr(lr, rule, shape)
 
 
+def cuda_stream_handle(device_index: int) -> int:
+    """Return CUDA's handle of the current stream of a device."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
     from torch.distributed import _symmetric_memory
