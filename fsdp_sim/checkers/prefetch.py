@@ -93,10 +93,13 @@ class Prefetch:
         gathers = self._ranks.get(op.rank)
         if gathers is None:
             gathers = self._ranks[op.rank] = _Gathers()
+        written = [access.storage for access in op.accesses if access.write]
         for access in op.accesses:
-            if access.write:
-                gathers.unused[access.storage] = op
-                gathers.fresh.setdefault(op.stream, []).append(access.storage)
+            if access.storage not in written:
+                gathers.unused.pop(access.storage, None)
+        for block in written:
+            gathers.unused[block] = op
+            gathers.fresh.setdefault(op.stream, []).append(block)
 
     def _complete(self, gathers: _Gathers, end: Op) -> list[Finding]:
         """Report what is in flight when a step completes."""

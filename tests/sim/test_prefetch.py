@@ -47,14 +47,16 @@ def test_a_gather_that_is_read_in_part_was_used() -> None:
     assert ops.findings("prefetch") == ()
 
 
-def test_a_gather_that_another_collective_reads_was_used() -> None:
-    """Gathers over several axes pass the data on."""
+@pytest.mark.parametrize("label", [None, LABEL])
+def test_a_gather_that_another_collective_reads_was_used(label: str | None) -> None:
+    """Gathers over several axes pass the data on, and the last of them is what is to be used."""
     ops = Ops()
     gather(ops)
-    ops.collective(1, read(7), write(8))
+    ops.collective(1, read(7), write(8), annotation=label)
     ops.free(1, 7)
 
-    assert ops.findings("prefetch") == ()
+    notices = [finding.ops[0].index for finding in ops.findings("prefetch")]
+    assert notices == ([] if label is None else [2])
 
 
 @pytest.mark.parametrize(("guards", "count"), [(True, 0), (False, 1)])
