@@ -195,6 +195,8 @@ class Training:
         steps: how many; after each one SGD with a rate of 1 updates the weights.
         options: of `shard`.
         after: called with (model, number) behind each step's update; changes weights in place.
+        entered: units that backward enters in each step on every rank: a trainable parameter of
+            theirs that nobody used gets a gradient of zeros.
         rests: every unit must be at rest after each step's backwards.
     """
 
@@ -205,6 +207,7 @@ class Training:
     mesh: tuple[int, ...] = (2,)
     options: dict[str, Any] = field(default_factory=dict)
     after: Callable[[nn.Module, int], None] = lambda _model, _number: None
+    entered: Sequence[str] = ()
     rests: bool = True
 
     @property
@@ -257,9 +260,11 @@ def train_unsharded(training: Training) -> list[Trained]:
     for number in range(training.steps):
         for rank in range(training.world_size):
             training.step(model, rank, number)
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 parameter.grad /= training.world_size
+            elif parameter.requires_grad and name.startswith(tuple(training.entered)):
+                parameter.grad = torch.zeros_like(parameter)
         gradients = local_rows(model, grads=True)
         optimizer.step()
         with torch.no_grad():

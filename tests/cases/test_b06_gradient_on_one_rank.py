@@ -1,0 +1,102 @@
+"""B06: a parameter that gets a gradient on one rank only counts as zeros on the others."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+import fsdp_sim
+from fsdp_core.torch_private import reduce_scatter_single
+from tests.cases.programs import (
+    Training,
+    check_parity,
+    integers,
+    linear,
+    ops_by_step,
+    reduced,
+)
+
+Mask = tuple[bool, bool]
+
+
+class Choosy(nn.Module):
+    """A unit that uses p, q, both or none of them; `front` gives it an input that requires grad."""
+
+    def __init__(self, frozen: Mask = (False, False)) -> None:
+        super().__init__()
+        self.front = linear(4, 4)
+        self.choice = nn.Module()
+        self.choice.p = nn.Parameter(integers(4), requires_grad=not frozen[0])
+        self.choice.q = nn.Parameter(integers(4, start=1), requires_grad=not frozen[1])
+        self.choice.forward = self.choose  # type: ignore[method-assign]
+        with torch.no_grad():
+            self.front.weight.copy_(integers(4, 4, start=2))
+
+    def choose(self, x: Tensor, mask: Mask) -> Tensor:
+        """Multiply by those parameters that the mask names."""
+        x = x * 2
+        for parameter, used in zip((self.choice.p, self.choice.q), mask, strict=True):
+            x = x * parameter if used else x
+        return x
+
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
+        """Return what the front layer and the choice made of `x`."""
+        y: Tensor = self.choice(self.front(x), mask)
+        return y
+
+
+def choosing(masks: tuple[Mask, ...], frozen: Mask = (False, False)) -> Training:
+    """One step in which each rank uses its own choice of p and q."""
+
+    def step(model: nn.Module, rank: int, _number: int) -> None:
+        x = integers(4, start=rank).requires_grad_()
+        (model(x, masks[rank]) * integers(4, start=rank + 1)).sum().backward()
+
+    return Training(lambda: Choosy(frozen), step, ("front", "choice"), entered=("choice",))
+
+
+def test_the_gradient_of_one_rank_is_averaged_on_all() -> None:
+    """pytorch#158719, torchtitan#2747: q gets (0 + g1) / 2 everywhere, in reductions of one size."""
+    report = check_parity(choosing(((True, False), (True, True))))
+
+    (ops,) = ops_by_step(report)
+    assert reduced(ops) == ["<root> (root 1)", "<root> (root 0)"]
+
+
+def test_frozen_parameters_cause_no_traffic_whoever_uses_them() -> None:
+    """Adapters: zeros are sent for what one rank trains, and nothing for what nobody trains."""
+    report = check_parity(choosing(((True, False), (True, True)), frozen=(True, True)))
+
+    (ops,) = ops_by_step(report)
+    assert reduced(ops) == ["<root> (root 0)"]
+
+
+@given(
+    masks=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=2).map(tuple),
+    frozen=st.tuples(st.booleans(), st.booleans()),
+)
+@settings(max_examples=12)
+def test_any_use_on_any_rank_has_parity(masks: tuple[Mask, ...], frozen: Mask) -> None:
+    """Also where a rank uses neither of them: backward enters the unit there all the same."""
+    check_parity(choosing(masks, frozen))
+
+
+def test_a_runtime_that_reduces_only_what_it_has_is_found() -> None:
+    """The defect planted: the sizes differ, and the report says on which ranks, and by which unit."""
+
+    def program(rank: int) -> None:
+        choice = Choosy().choice
+        used = [choice.p, choice.q][: 1 + rank]
+        gradients = torch.cat([torch.ones_like(parameter) for parameter in used])
+        with record_function("fsdp_core::reduce_gradients choice"):
+            reduce_scatter_single(gradients.new_empty(2 * len(used)), gradients, dist.group.WORLD)
+
+    with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
+        fsdp_sim.simulate(program, 2)
+
+    message = str(caught.value)
+    assert "rank 0 issued reduce_scatter SUM [fsdp_core::reduce_gradients choice] of [2]" in message
+    assert "rank 1 reduce_scatter SUM [fsdp_core::reduce_gradients choice] of [4]" in message
