@@ -244,9 +244,14 @@ class ShardedUnit:
             context.stats.on_demand_gathers += 1
         context.note_unsharded(self, self._transient_nbytes)
 
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the main weights were written since they were last gathered."""
+        return any(group.is_stale for group in self.groups)
+
     def prefetch(self) -> None:
-        """Gather the weights early, if they are not there."""
-        if self._weights is _RESHARDED and self.groups:
+        """Gather the weights early, if they are not there and backward may use them."""
+        if self._weights is _RESHARDED and self.groups and not (in_graph_task() and self._is_stale):
             self._gather(early=True)
             self.context.stats.prefetches += 1
 
@@ -300,7 +305,7 @@ class ShardedUnit:
 
     def _drop_stale(self) -> None:
         """Give weights up that were gathered before the main weights were last written."""
-        if self._weights is not _RESHARDED and any(group.is_stale for group in self.groups):
+        if self._weights is not _RESHARDED and self._is_stale:
             self._reshard()
             # Edge 1: the gather that follows reads what this stream wrote.
             accelerator.wait_stream(self.context.allgather_stream, self.context.current_stream())
@@ -370,7 +375,7 @@ class ShardedUnit:
     def unshard(self) -> None:
         """Have the full weights in the modules, for a caller who drives the unit by hand."""
         self.context.ensure_finalized()
-        if any(group.is_stale for group in self.groups):
+        if self._is_stale:
             if self.phase is Phase.RESTING:
                 self._reshard()
             # Edge 1: the gather reads what this stream wrote since the last one.
@@ -573,10 +578,21 @@ class ShardedUnit:
         return Window(fired, sum(full.requires_grad for _, full in self._pairs), declared=False)
 
     def pre_backward(self, use: Use) -> None:
-        """Gather the weights that backward needs for one call; a no-op if it has entered it."""
+        """Gather the weights that backward needs for one call; a no-op if it has entered it.
+
+        Raises:
+            StateError: the weights were written since the call.
+        """
         task = current_graph_task()
         if use.graph_task == task:
             return
+        if self._is_stale:
+            msg = (
+                f"a backward must find the weights that its forward used, got unit {self.name!r} "
+                f"whose weights were written in between (a loaded state dict, an optimizer's step); "
+                f"run the forward again"
+            )
+            raise StateError(msg, fqn=self.fqn)
         use.graph_task = task
         context = self.context
         context.begin_backward()

@@ -24,7 +24,7 @@ from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
-from fsdp_core.torch_private import attach_chunk, local_tensor, version_of
+from fsdp_core.torch_private import attach_chunk, local_tensor, version_of, wrap_instead
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ class ParameterGroup:
         self._sharded_grads: tuple[DTensor, ...] = ()
         self._window_grads: tuple[DTensor, ...] = ()
         self._main_version = -1
+        self._sharded: list[nn.Parameter] = []
         self.unit: weakref.ref[Any] = weakref.ref(self)
         if any(member.full.requires_grad for member in self.members):
             self._build_gradients()
@@ -199,6 +200,7 @@ class ParameterGroup:
             for index, member in enumerate(self.members):
                 self._make_sharded(index, member)
                 self._point_to_buffer(index, member)
+        self._sharded = [member.sharded for member in self.members]
         for member in self.members:
             for slot in member.slots:
                 slot.registry[slot.name] = member.sharded
@@ -206,6 +208,8 @@ class ParameterGroup:
     def _make_sharded(self, index: int, member: Member) -> None:
         local = self.main_weight.get_dtensor(index)
         member.sharded = nn.Parameter(local, requires_grad=member.full.requires_grad)
+        # What a Parameter wraps has a version counter of its own: writes to it must be seen.
+        wrap_instead(member.sharded, local_tensor(local))
         if self._main_grad_dtype != local.dtype:
             member.sharded.grad_dtype = self._main_grad_dtype
         for key, value in vars(member.full).items():
@@ -265,7 +269,15 @@ class ParameterGroup:
         Why by version counter: whoever writes them in place (a loaded state dict, an initialiser)
         moves it, so nobody has to tell. Fused and foreach optimizers do not: see `mark_written`.
         """
-        return version_of(self.main_weight.flat) != self._main_version
+        return self._version() != self._main_version
+
+    def _version(self) -> int:
+        """Return how often the main weights were written.
+
+        Why of each parameter too: an operator on a DTensor moves its own counter, and one on what
+        it wraps that of the buffer.
+        """
+        return version_of(self.main_weight.flat) + sum(map(version_of, self._sharded))
 
     def mark_written(self) -> None:
         """Note that the main weights were written by something that moves no version counter."""
@@ -284,7 +296,7 @@ class ParameterGroup:
         gathers = 0
         if self._stored is not None and self.is_stale:
             gathers += self._refresh()
-        self._main_version = version_of(self.main_weight.flat)
+        self._main_version = self._version()
         if self.keeps_full:
             return gathers
         self.full_weight.reallocate_storage()

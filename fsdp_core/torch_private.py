@@ -240,6 +240,12 @@ def local_tensor(dtensor: DTensor) -> Tensor:
     return dtensor._local_tensor
 
 
+def wrap_instead(dtensor: Tensor, local: Tensor) -> None:
+    """Let a DTensor wrap another tensor, which must be over the same memory."""
+    assert isinstance(dtensor, DTensor)
+    dtensor._local_tensor = local
+
+
 def is_assigning_load(local_metadata: dict[str, Any]) -> bool:
     """Whether `load_state_dict` was called with `assign=True`.
 

@@ -29,6 +29,8 @@ HYBRID = Placements(
     (Replicate(), RowAtomic()),
 )
 """Sharded over the inner axis, replicated over the outer one (HSDP)."""
+ZERO_1 = Placements((0,), (Replicate(),), (Partial("avg"),), (RowAtomic(),))
+"""Weights whole, optimizer sharded (ZeRO-1)."""
 
 # ---------------------------------------------------------------------- models of integers
 

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate
 from torch.optim import SGD, Optimizer
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import ConfigError, Placements, RowAtomic, SchedulePolicy
-from tests.cases.programs import SHARDED, linear, local_rows, shard
+from fsdp_core import ConfigError, Placements, SchedulePolicy
+from tests.cases.programs import SHARDED, ZERO_1, linear, local_rows, shard
 
 KEPT = SchedulePolicy(reshard_after_forward=False)
-ZERO_1 = Placements((0,), (Replicate(),), (Partial("avg"),), (RowAtomic(),))
 
 
 def build() -> nn.Module:
