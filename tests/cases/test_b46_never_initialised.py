@@ -1,0 +1,63 @@
+"""B46: what was built on the meta device is initialised, or refused; it never holds garbage."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_sim
+from fsdp_core import ConfigError
+from tests.cases.programs import Tensors, local_rows, put_together, shard
+
+
+class Sevens(nn.Linear):
+    """A layer that starts with sevens."""
+
+    def reset_parameters(self) -> None:
+        """Fill the weight."""
+        nn.init.constant_(self.weight, 7)
+
+
+class Bare(nn.Module):
+    """A parameter that nobody initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(2, 2))
+
+
+def test_a_layer_is_initialised_by_its_reset_on_every_rank() -> None:
+    """NVIDIA/Megatron-LM#6799: whole, by its own reset; then it is sharded."""
+
+    def program(rank: int) -> Tensors:
+        with torch.device("meta"):
+            model = nn.Sequential(Sevens(2, 3, bias=False))
+        shard(model, "")
+        return local_rows(model)
+
+    # Memory that nobody has written is filled with NaN.
+    whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
+
+    weight = whole["0.weight"]
+    assert weight is not None
+    assert torch.equal(weight, torch.full((3, 2), 7.0))
+
+
+def test_a_parameter_that_nobody_can_initialise_is_named_and_nothing_is_changed() -> None:
+    """The unit is as it was, so that the model can be mended and sharded then."""
+
+    def program(rank: int) -> str:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.ModuleDict({"head": Bare()}))
+        parameter = model.get_parameter("0.head.gate")
+        with pytest.raises(ConfigError) as caught:
+            shard(model, "")
+        assert model.get_parameter("0.head.gate") is parameter
+        assert parameter.is_meta
+        assert type(model) is nn.Sequential
+        return str(caught.value)
+
+    message = (
+        "'0.head.gate' is on the meta device and Bare has no reset_parameters to initialise it; "
+        "add one, or build it on a real device"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message, message]
