@@ -231,6 +231,7 @@ class FsdpContext:
         self._unfinished: dict[weakref.ref[Unit], None] = {}
         self._reduced: dict[weakref.ref[Unit], None] = {}
         self._evaluated: dict[weakref.ref[Unit], None] = {}
+        self._gathers_are_joined = False
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
 
@@ -366,8 +367,12 @@ class FsdpContext:
             self.reset()
         self.evaluating = not torch.is_grad_enabled()
         self._forward_start = self._pass_length()
+        self._join_gathers()
+
+    def _join_gathers(self) -> None:
         # Edge 1: gathers read weights that the optimizer or an initialiser wrote on this stream.
         accelerator.wait_stream(self.allgather_stream, self.current_stream())
+        self._gathers_are_joined = True
 
     def begin_recomputation(self, module: nn.Module) -> None:
         """Begin a forward inside a backward pass: it may be the first that this pass enters.
@@ -465,7 +470,8 @@ class FsdpContext:
             order.move_to(order.position + 1)
         if order.position == position:
             expected = None
-        restarts = phase is Phase.FORWARD and not self.calls
+        # A backward whose forward came before an earlier backward begins where it is, too.
+        restarts = not order.position if phase is Phase.BACKWARD else not self.calls
         if expected is not None and not restarts and self._deviation is None:
             name = self._unit_of(expected.module).name
             self._deviation = (f"{name}, {expected.phase}", f"{unit.name}, {phase}")
@@ -567,6 +573,9 @@ class FsdpContext:
     def _note_backward(self) -> None:
         self._post_backward_hook_registered = True
         self.graph_task = current_graph_task()
+        if not self._gathers_are_joined:
+            # No forward came since the last backward, behind which weights may have been written.
+            self._join_gathers()
         # Edge 4: the first memory that the reduction stream takes must lie inside a capture.
         accelerator.wait_stream(self.inner_reduction_stream, self.current_stream())
 
@@ -717,6 +726,7 @@ class FsdpContext:
             StateError: ranks ran different passes, or this one ended early.
         """
         self._evaluated.clear()
+        self._gathers_are_joined = False
         order = self.execution_order
         if self._recording:
             if len(order):
