@@ -20,7 +20,7 @@ from fsdp_sim.program.spec import (
 )
 from fsdp_sim.program.tree import parameter_names
 from fsdp_sim.strategies.arguments import check_kinds
-from fsdp_sim.strategies.owner import OWNER_KINDS, owner_maps
+from fsdp_sim.strategies.owner import OWNER_KINDS, OwnerMap, owner_maps
 
 _RECORDED = ContextSpec(prefetch_order="recorded")
 
@@ -93,11 +93,15 @@ def _bad_owners(kind: str) -> st.SearchStrategy[InvalidProgram]:
     program = two_units(UnitSpec("tensor_atomic"))
     wrong = [owner_kind for owner_kind in OWNER_KINDS if owner_kind != "valid"]
     drawn = owner_maps(parameter_names(program), program.world_size, kinds=wrong)
-    return drawn.map(
-        lambda m: InvalidProgram(
-            replace(program, owners=m.owners), f"{kind}: {m.kind}", str(m.error), m.match
-        )
-    )
+    return drawn.map(lambda owners: _with_owners(program, kind, owners))
+
+
+def _with_owners(program: ProgramSpec, kind: str, owners: OwnerMap) -> InvalidProgram:
+    """Return ``program`` with a wrong map; a unit knows its parameters by their names inside it."""
+    assert owners.error is not None, "only wrong maps are drawn"
+    name = owners.match.rpartition(".")[2]
+    wrong = replace(program, owners=owners.owners)
+    return InvalidProgram(wrong, f"{kind}: {owners.kind}", owners.error, name)
 
 
 def _passes(program: ProgramSpec, *passes: PassSpec, context: ContextSpec) -> ProgramSpec:
@@ -119,7 +123,7 @@ INVALID_KINDS: dict[str, Make] = {
         "backward_prefetch", st.integers(-3, -1), "backward_prefetch_size"
     ),
     "tied over two units": _one(
-        replace(two_units(), ties=(TieSpec("0", "1"),)), "ConfigError", "1.weight"
+        replace(two_units(), ties=(TieSpec("0", "1"),)), "ConfigError", "weight"
     ),
     "wrong owner map": _bad_owners,
     "recorded, two backwards in a pass": _one(
@@ -132,7 +136,7 @@ INVALID_KINDS: dict[str, Make] = {
         "StateError",
     ),
     "recorded, ranks disagree": _one(
-        _passes(_SUM, PassSpec(calls=(_SWAPPED_ON_ONE,)), context=_RECORDED), "StateError"
+        _passes(_SUM, PassSpec(calls=(_SWAPPED_ON_ONE,)), context=_RECORDED), "CollectiveMismatch"
     ),
     "ranks call units in another order": _one(
         _passes(_SUM, PassSpec(calls=(_SWAPPED_ON_ONE,)), context=ContextSpec()),
