@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 import fsdp_core
 
@@ -45,8 +46,11 @@ class _Chain(nn.Sequential):
 
 
 def _model(
-    *, hooks: bool = True, policy: fsdp_core.RuntimePolicy | None = None
-) -> tuple[_Chain, fsdp_core.FsdpContext]:
+    *,
+    hooks: bool = True,
+    policy: fsdp_core.RuntimePolicy | None = None,
+    weights: Any = fsdp_core.RowAtomic(),  # noqa: B008  a frozen value
+) -> tuple[Any, fsdp_core.FsdpContext]:
     """Return three sharded blocks, with no unit around them, and their context."""
     torch.manual_seed(0)
     model = _Chain(*(_Block() for _ in range(3)))
@@ -54,9 +58,8 @@ def _model(
         for parameter in model.parameters():
             parameter.copy_(torch.randint(-2, 3, parameter.shape))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    placements = fsdp_core.Placements(
-        (0,), (fsdp_core.RowAtomic(),), (fsdp_core.RowAtomic(),), (fsdp_core.RowAtomic(),)
-    )
+    rows = fsdp_core.RowAtomic()
+    placements = fsdp_core.Placements((0,), (weights,), (rows,), (rows,))
     schedule = fsdp_core.SchedulePolicy(register_hooks=hooks)
     with fsdp_core.fully_shard_context("cpu", policy or fsdp_core.RuntimePolicy()) as context:
         for block in model:
@@ -103,6 +106,18 @@ def written_after_unused_prefetch(_rank: int) -> list[Tensor]:
     return _copies(weights)
 
 
+def kept_and_written_after_unused_prefetch(_rank: int) -> list[Tensor]:
+    """As before, with weights that stay gathered: only what changed is gathered ahead."""
+    model, _ = _model(weights=Replicate())
+    weights = list(model.parameters())
+    model[2].is_left_out = True
+    for _ in range(2):
+        _write(weights)
+        model(_rows()).sum().backward()
+    _write(weights)
+    return _copies(weights)
+
+
 def written_while_gathered(_rank: int) -> list[Tensor]:
     """Weights are written while a unit holds the gathered ones; the next use gathers them again."""
     model, _ = _model()
@@ -144,6 +159,7 @@ def dropped_in_flight(_rank: int) -> Tensor:
 PROGRAMS = (
     written_after_failure,
     written_after_unused_prefetch,
+    kept_and_written_after_unused_prefetch,
     written_while_gathered,
     driven_by_hand,
     dropped_in_flight,

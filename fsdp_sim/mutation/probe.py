@@ -203,7 +203,7 @@ def _left(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
 def _releasing(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def resize_(storage: Any, nbytes: int) -> Any:
-        if nbytes != 0:
+        if nbytes != 0 or storage.nbytes() == 0:
             return original(storage, nbytes)
         return probe.call(Verb.RELEASE, original, _keep, (storage, nbytes), {})
 

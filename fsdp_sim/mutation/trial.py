@@ -1,5 +1,6 @@
 """Trials: one program, run once with some sites broken; is there a finding that was not there before."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,8 @@ def attempt(
     how: dict[str, Any] = {"scheduler": "pct", "seed": schedule} if schedule else {}
     error: BaseException | None = None
     report: Any = None
-    with installed(probe):
+    with installed(probe), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
             report = simulate(
                 program.fn,

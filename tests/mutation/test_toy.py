@@ -155,7 +155,8 @@ def test_a_campaign_is_the_same_each_time() -> None:
 def test_the_summary_counts_sites() -> None:
     """Pairs are not counted as sites."""
     assert summary(campaign(toy.waited_twice)) == (
-        "4 sites: 1 killed, 3 survived (1 redundant in every program), 0 errors"
+        "4 sites: 1 killed, 3 survived (1 redundant in every program), 0 errors; "
+        "8 calls that no program makes"
     )
 
 

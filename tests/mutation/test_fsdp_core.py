@@ -1,0 +1,73 @@
+"""Every synchronisation of fsdp_core is needed: broken, it is found."""
+
+import linecache
+from functools import cache
+
+from fsdp_sim.corpus import load_corpus
+from fsdp_sim.mutation import core_functions, core_programs
+from fsdp_sim.mutation.campaign import Campaign, mutate
+from fsdp_sim.mutation.programs import FunctionProgram, Program, SpecProgram
+from fsdp_sim.mutation.site import Site
+from fsdp_sim.mutation.subject import find
+from fsdp_sim.mutation.table import survivor_lines
+
+SUBJECT = find("fsdp_core")
+
+KEPT = {
+    "accelerator.wait_stream(self.current_stream(), self.allgather_stream)": (
+        "reset: a gather that raised half way has no event of its own"
+    ),
+    "with accelerator.on_stream(self._spec.allgather_stream):": (
+        "the first memory of a unit comes from the pool that its gathers use"
+    ),
+}
+"""Lines that no program needs, and why they stay."""
+
+
+@cache
+def campaign() -> Campaign:
+    """Break every site that the small programs reach, once."""
+    skipped = load_corpus()["b01_skipped_first"].program
+    specs = {**core_programs.small_programs(), "skipped": skipped}.items()
+    functions = core_functions.PROGRAMS
+    programs: list[Program] = [SpecProgram(name, spec) for name, spec in specs]
+    programs += [FunctionProgram(f.__name__, f, core_functions.RANKS) for f in functions]
+    return mutate(SUBJECT, programs, schedules=1)
+
+
+def line_of(site: Site) -> str:
+    """Return the source of a site."""
+    return linecache.getline(str(SUBJECT.root / site.file), site.line).strip()
+
+
+def test_every_broken_synchronisation_is_found() -> None:
+    """What survives is listed above with the reason why it stays."""
+    survivors = campaign().survivors
+    unexpected = [survivor for survivor in survivors if line_of(survivor.site) not in KEPT]
+
+    assert unexpected == [], "\n".join("\n".join(survivor_lines(each)) for each in unexpected)
+
+
+def test_no_break_makes_python_fail() -> None:
+    """An exception of a break's own making would hide whether the simulator sees it."""
+    assert [mutant for mutant in campaign().mutants if mutant.status == "error"] == []
+
+
+def test_no_survivor_is_a_hole_in_the_simulator() -> None:
+    """Each pair that a survivor orders is ordered along another path."""
+    pairs = [
+        pair
+        for survivor in campaign().survivors
+        for proof in survivor.proofs.values()
+        for pair in proof.pairs
+    ]
+
+    assert [pair.lines() for pair in pairs if pair.path is None] == []
+
+
+def test_sites_are_callers_of_the_verbs() -> None:
+    """The file of the verbs has no site of its own."""
+    files = {site.file for mutant in campaign().mutants for site in mutant.sites}
+
+    assert "fsdp_core/device.py" not in files
+    assert {"fsdp_core/context.py", "fsdp_core/module.py"} <= files
