@@ -1,7 +1,7 @@
 """The command line: ``fsdp-sim`` runs, explores and replays scripts, and reads traces.
 
-Exit status: 0 clean, 1 findings (or the script's own failure, or traces that differ), 2 wrong usage,
-3 not simulated: the run could not be judged, which is neither clean nor a finding.
+Exit status: 0 clean; 1 findings, the script's own failure, traces that differ, or a break that nothing
+finds; 2 wrong usage; 3 not simulated: the run could not be judged, which is neither clean nor a finding.
 """
 
 import click
