@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp_sim import machine as machines
@@ -29,6 +30,7 @@ def install(undo: patches.Patches) -> None:
     _REPLACED.replace(Tensor, "__hash__", _hash_of_tensor)
     _REPLACED.replace(nn.Module, "__hash__", _hash_of_module)
     undo.wrap(nn.Module, "__init__", _numbering)
+    undo.wrap(torch.utils, "swap_tensors", _letting_go)
     undo.on_exit(_put_back_if_unused)
 
 
@@ -49,6 +51,23 @@ def _numbering(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
 
     return init
+
+
+def _letting_go(original: Callable[..., None]) -> Callable[..., None]:
+    """PyTorch swaps no tensor to which there is a weak reference, such as ours."""
+
+    @functools.wraps(original)
+    def swap_tensors(*tensors: Any) -> None:
+        entries = [(tensor, _HASHES.pop(id(tensor), None)) for tensor in tensors]
+        numbers = [(tensor, entry[1]) for tensor, entry in entries if entry is not None]
+        del entries
+        try:
+            original(*tensors)
+        finally:
+            for tensor, number in numbers:
+                _keep(tensor, number)
+
+    return swap_tensors
 
 
 def _hash_of_module(module: nn.Module) -> int:
