@@ -214,6 +214,8 @@ def _raise_if_wrong(simulation: Simulation, report: Report, *, strict: bool) -> 
     if any(_is_own(error) for error in report.errors.values()):
         _raise_rank_error(simulation, report)
     if stop is not None and (strict or stop.finding is None):
+        if stop.finding is not None:
+            stop = type(stop)(_message(stop.finding, report), finding=stop.finding)
         raise _with_facts(stop, report)
     if strict and report.findings:
         finding = report.findings[0]
