@@ -247,6 +247,8 @@ class Machine:
         """The host stops until the device work in ``clock`` is done, as CUDA's would."""
         self.rank.reach("host_wait")
         self.park_for(self.needed(clock), reason, is_host_wait=True)
+        if self.wire.is_late:
+            self.wire.want_done(self, clock)
 
     def park_for(
         self,
@@ -257,6 +259,7 @@ class Machine:
         can_defer: bool = False,
     ) -> None:
         """Let other ranks run until all of ``needs`` are complete, or the rank must defer."""
+        self.wire.want(needs)
         while True:
             waiting = tuple(each for each in needs if not each.is_done)
             if not waiting:
@@ -271,6 +274,7 @@ class Machine:
     def close(self) -> None:
         """The program has returned: what dies later depends on the collector and is no op."""
         self.is_open = False
+        self.wire.want_done(self)
         for work in list(self.works):
             work.let_go()
         self.last_work = None

@@ -36,12 +36,41 @@ class Wire:
         meetings: those that some rank has not joined yet.
         graph: every issued operation that is not complete on the devices.
         store: the world's key-value store.
+        held: meetings whose values could move and, in a late world, have not.
     """
 
-    def __init__(self, store: "WorldStore") -> None:
+    def __init__(self, store: "WorldStore", *, is_late: bool = False) -> None:
         self.store = store
+        self.is_late = is_late
+        self.held: dict[Meeting, None] = {}
         self.meetings: dict[Any, Meeting] = {}
         self.graph = DeviceGraph()
+
+    def want(self, needs: Iterable[Any]) -> None:
+        """Somebody needs values: in a late world they move only now."""
+        if self.is_late:
+            for each in needs:
+                if isinstance(each, Pending):
+                    each.want()
+
+    def want_done(self, machine: "Machine", clock: dict[int, int] | None = None) -> None:
+        """A host has waited for ``clock``, or ended: its values are there."""
+        while True:
+            wanted = [
+                meeting
+                for meeting in self.held
+                if any(
+                    part.machine is machine and _covers(clock, part) for part in meeting.present()
+                )
+            ]
+            if not wanted:
+                return
+            for meeting in wanted:
+                meeting.want()
+
+
+def _covers(clock: dict[int, int] | None, part: "Part") -> bool:
+    return clock is None or clock.get(part.stream, 0) >= part.tick
 
 
 class Pending:
@@ -110,6 +139,11 @@ class Pending:
             self.waits_for.append(other)
             other.dependents.append(self)
 
+    def want(self) -> None:
+        """Its values are needed: so are those that it waits for."""
+        for other in tuple(self.waits_for):
+            other.want()
+
     def proceed(self) -> "Sequence[Pending]":
         """All that it waited for is there: go on, and return what is done by that."""
         raise NotImplementedError
@@ -137,7 +171,12 @@ def settle(pending: Pending) -> None:
     """Go on with what waits for nothing, then with what waited for that, and so on."""
     if pending.waits_for:
         return
-    done = deque(pending.proceed())
+    finish(pending.proceed())
+
+
+def finish(first: Iterable[Pending]) -> None:
+    """Finish what is done, and go on with what waited for it."""
+    done = deque(first)
     while done:
         current = done.popleft()
         current.finish()
@@ -187,6 +226,10 @@ class Part(Pending):
         self.outputs = [(weakref.ref(out.untyped_storage()), geometry_of(out)) for out in outputs]
         self.values = extra
 
+    def want(self) -> None:
+        """Its values are needed: so are those of all parts that it meets."""
+        self.meeting.want()
+
     def proceed(self) -> Sequence[Pending]:
         """Take the inputs' values and meet the others."""
         with patches.below_dispatch():
@@ -224,12 +267,18 @@ class Part(Pending):
 
 
 class Meeting:
-    """The k-th operation of a group: where its ranks' parts meet."""
+    """The k-th operation of a group: where its ranks' parts meet.
 
-    __slots__ = ("compute", "missing_count", "parts")
+    Attributes:
+        is_wanted: its values move as soon as they are there; in a late world only once needed.
+    """
 
-    def __init__(self, size: int, compute: Compute) -> None:
+    __slots__ = ("compute", "is_wanted", "missing_count", "parts", "wire")
+
+    def __init__(self, size: int, compute: Compute, wire: Wire) -> None:
         self.compute = compute
+        self.wire = wire
+        self.is_wanted = not wire.is_late
         self.parts: list[Part | None] = [None] * size
         self.missing_count = size
 
@@ -239,11 +288,30 @@ class Meeting:
         self.parts[position] = part
         self.missing_count -= 1
 
+    def present(self) -> list[Part]:
+        """Return the parts that have been issued."""
+        return [part for part in self.parts if part is not None]
+
+    def want(self) -> None:
+        """Somebody needs the values."""
+        if self.is_wanted:
+            return
+        self.is_wanted = True
+        for part in self.present():
+            for other in tuple(part.waits_for):
+                other.want()
+        if self in self.wire.held:
+            finish(self.complete_if_all_here())
+
     def complete_if_all_here(self) -> list[Part]:
-        """Move the bytes once all parts have their values; return the parts if so."""
-        parts = [part for part in self.parts if part is not None and part.is_ready]
+        """Move the bytes once all parts have their values, and are wanted; return the parts if so."""
+        parts = [part for part in self.present() if part.is_ready]
         if len(parts) < len(self.parts):
             return []
+        if not self.is_wanted:
+            self.wire.held[self] = None
+            return []
+        self.wire.held.pop(self, None)
         with patches.below_dispatch():
             try:
                 results = self.compute([part.values for part in parts])

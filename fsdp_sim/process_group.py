@@ -332,7 +332,7 @@ def _meeting(machine: Machine, call: Call, meaning: Meaning) -> Meeting:
     meetings, key = machine.wire.meetings, key_of(call)
     meeting = meetings.get(key)
     if meeting is None:
-        meeting = meetings[key] = Meeting(len(call.group), meaning.compute)
+        meeting = meetings[key] = Meeting(len(call.group), meaning.compute, machine.wire)
     return meeting
 
 

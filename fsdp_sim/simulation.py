@@ -81,11 +81,11 @@ class Simulation:
             settings.checkers, settings.world_size, now=lambda: self.world.step
         )
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
-        self.wire = Wire(WorldStore())
+        self.knobs = Knobs.parse(settings.knobs)
+        self.wire = Wire(WorldStore(), is_late=self.knobs.late)
         self.machines: list[Machine] = []
         self.environs: list[Any] = []
         self.contexts: dict[int, Context] = {}
-        self.knobs = Knobs.parse(settings.knobs)
         self.world = World(
             settings.world_size,
             self._body,

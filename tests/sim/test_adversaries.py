@@ -142,3 +142,62 @@ def test_memory_of_collected_garbage_is_freed_there() -> None:
     frees = [sum(op.kind.value == "free" for op in report.trace.ops) for report in (plain, chosen)]
 
     assert frees[1] == frees[0] + 1
+
+
+# ---------------------------------------------------------------------- late values
+
+
+def gathers(rank: int) -> list[float]:
+    """Chain asynchronous and synchronous collectives, all waited for."""
+    x = torch.full((2,), float(rank + 1))
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    y = x * 2
+    out = [torch.zeros(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, y)
+    dist.broadcast(out[0], 0)
+    return [float(part.sum()) for part in out]
+
+
+def test_late_values_are_there_when_they_are_needed() -> None:
+    """A correct program computes the same, whenever values move."""
+    plain = fsdp_sim.simulate(gathers, 3)
+    late = fsdp_sim.simulate(gathers, 3, knobs=("late",), poison=True)
+
+    assert late.results == plain.results == [[24.0] * 3] * 3
+    assert late.trace.digest == plain.trace.digest
+
+
+def test_values_of_what_is_returned_are_there_at_the_end() -> None:
+    """Also those that the program itself never looked at."""
+
+    def program(rank: int) -> torch.Tensor:
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        return x
+
+    results = fsdp_sim.simulate(program, 2, knobs=("late",)).results
+
+    assert [x.tolist() for x in results] == [[2.0, 2.0]] * 2
+
+
+def reads_without_waiting(rank: int) -> list[float]:
+    """Gather on a side stream and read on the default stream, with no wait between them."""
+    side, x = torch.cpu.Stream(), torch.ones(2)
+    out = torch.zeros(4)
+    side.wait_stream(torch.cpu.current_stream())
+    with torch.cpu.stream(side):
+        dist.all_gather(list(out.chunk(2)), x)
+    values: list[float] = (out + 0).tolist()
+    return values
+
+
+def test_late_values_show_what_a_missing_wait_does() -> None:
+    """The race is found either way; with late values the result is wrong too."""
+    early = fsdp_sim.simulate(reads_without_waiting, 2, strict=False)
+    late = fsdp_sim.simulate(reads_without_waiting, 2, strict=False, knobs=("late",))
+
+    assert [finding.kind for finding in early.findings] == ["Race"]
+    assert [finding.kind for finding in late.findings] == ["Race"]
+    assert late.results[0] == [0.0] * 4
