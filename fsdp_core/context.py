@@ -89,6 +89,9 @@ class Unit(Protocol):
     def has_gradient_hooks(self) -> bool:
         """Whether users hooked the sharded gradients."""
 
+    def forget_hidden_uses(self) -> None:
+        """Note that no graph is left that could recompute a call."""
+
     def run_gradient_hooks(self) -> None:
         """Call what users registered on the sharded parameters."""
 
@@ -225,6 +228,8 @@ class FsdpContext:
         self._finalized = False
         self._forward_start = 0
         self._graphs = 0
+        self._live_graphs: list[weakref.ref[Any]] = []
+        self._hidden: dict[weakref.ref[Unit], None] = {}
         self._units: list[weakref.ref[Unit]] = []
         self._unsharded: dict[weakref.ref[Unit], None] = {}
         self._open: list[Unit] = []
@@ -673,9 +678,22 @@ class FsdpContext:
             unit.finish_window()
         self._unfinished.clear()
 
-    def note_graph(self) -> None:
+    def note_graph(self, use: object) -> None:
         """Note that an outermost forward gave something that backward can enter."""
         self._graphs += 1
+        self._live_graphs.append(weakref.ref(use))
+
+    def note_hidden_use(self, unit: Unit) -> None:
+        """Note that a unit was called where a graph's backward may call it again."""
+        self._hidden[unit.ref] = None
+
+    def _forget_hidden_uses(self) -> None:
+        """Let go of calls that no graph can recompute any more."""
+        self._live_graphs = [ref for ref in self._live_graphs if _is_unentered(ref())]
+        if not self._live_graphs:
+            for unit in self._living(self._hidden):
+                unit.forget_hidden_uses()
+            self._hidden.clear()
 
     def finish_grad_sync(self) -> None:
         """Put the current stream behind all reductions so far.
@@ -714,6 +732,7 @@ class FsdpContext:
         if self.is_last_microbatch and not self.caller_managed_grad_sync:
             self.finish_grad_sync()
         self._run_gradient_hooks()
+        self._forget_hidden_uses()
         self._post_backward_hook_registered = False
         self._deviation_before, self._deviation = self._deviation, None
         self.stats.steps += 1
@@ -805,6 +824,11 @@ class FsdpContext:
         return [
             name for unit in self._living(self._units) for name in unit.parameters_without_grad()
         ]
+
+
+def _is_unentered(use: Any) -> bool:
+    """Whether a call's graph lives and no backward pass has entered it yet."""
+    return use is not None and use.graph_task == -1
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

@@ -68,7 +68,7 @@ Weights = Resharded | Gathered | Unsharded
 _RESHARDED = Resharded()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Use:
     """One forward call whose outputs are part of an autograd graph.
 
@@ -76,6 +76,7 @@ class Use:
         unit: the unit, weakly: the graph must not keep a model alive.
         enclosing: the units whose forward this call was made in.
         first_node: number that the first autograd node of the call got.
+        is_recomputed: the call was made inside a backward pass.
         graph_task: the backward pass that has entered it last.
         recomputes: part of it is recomputed in a backward pass of its own (reentrant
             checkpointing), whose gradients come apart from the others.
@@ -84,6 +85,7 @@ class Use:
     unit: "weakref.ref[ShardedUnit]"
     enclosing: tuple["weakref.ref[Any]", ...]
     first_node: int
+    is_recomputed: bool
     graph_task: int = -1
     recomputes: bool = False
 
@@ -173,6 +175,7 @@ class ShardedUnit:
         for group in self.groups:
             group.unit = self.ref
         self._transient = [group for group in self.groups if not group.keeps_full]
+        self._stores = any(group.stores for group in self.groups)
         self._transient_nbytes = sum(group.full_nbytes for group in self._transient)
         self._swaps = [
             (slot.registry, slot.name, member.sharded, member.full)
@@ -189,7 +192,8 @@ class ShardedUnit:
         self._calls = 0
         self._ran: list[nn.Module] = []
         self._callers: dict[weakref.ref[Any], None] = {}
-        self._live_uses = 0
+        self._uses: list[weakref.ref[Use]] = []
+        self._hidden_uses = 0
         self._recomputes: dict[int, bool] = {}
         # State of backward.
         self._has_frozen = any(not member.full.requires_grad for member in self.members)
@@ -321,19 +325,19 @@ class ShardedUnit:
         if isinstance(weights, Resharded):
             return
         context = self.context
-        if self._transient:
-            with accelerator.annotate(self._label("reshard")):
-                if isinstance(weights, Gathered):
-                    context.stats.unused_prefetches += weights.early
-                    # Edge 2: the gather has read the main weights, which may be written next.
-                    accelerator.wait_event(context.current_stream(), weights.event)
-                else:
-                    # Edge 3: the memory may be reused at once, so its readers must be done.
-                    accelerator.wait_stream(context.allgather_stream, context.current_stream())
-                self._release()
-        elif isinstance(weights, Gathered):
+        if isinstance(weights, Gathered) and self._stores:
             # Edge 2: what was gathered stays, for uses that will not ask again.
             accelerator.wait_event(context.current_stream(), weights.event)
+        if self._transient:
+            with accelerator.annotate(self._label("reshard")):
+                if isinstance(weights, Unsharded):
+                    # Edge 3: the memory may be reused at once, so its readers must be done.
+                    accelerator.wait_stream(context.allgather_stream, context.current_stream())
+                elif not self._stores:
+                    # Edge 2: the gather has read the main weights, which may be written next.
+                    accelerator.wait_event(context.current_stream(), weights.event)
+                self._release()
+            context.stats.unused_prefetches += isinstance(weights, Gathered) and weights.early
         self._weights = _RESHARDED
         context.note_resharded(self, self._transient_nbytes)
 
@@ -495,10 +499,25 @@ class ShardedUnit:
             context.end_forward(failed=failed)
         if failed or evaluating:
             return None
-        self._live_uses += not call.recomputing
         if not torch.is_grad_enabled():
+            self._note_hidden_use(call)
             return None
-        return Use(self.ref, self._enclosing_of(call), call.first_node)
+        return Use(self.ref, self._enclosing_of(call), call.first_node, call.recomputing)
+
+    def _note_hidden_use(self, call: Call) -> None:
+        """Count a call without a graph in a forward with one: it may be recomputed with one."""
+        if not call.recomputing:
+            self._hidden_uses += 1
+            self.context.note_hidden_use(self)
+
+    def forget_hidden_uses(self) -> None:
+        """Note that no graph is left that could recompute a call."""
+        self._hidden_uses = 0
+
+    def _outstanding_uses(self) -> int:
+        """Return how many calls backward has still to enter, as far as their graphs live."""
+        self._uses = [ref for ref in self._uses if ref() is not None]
+        return len(self._uses) + self._hidden_uses
 
     def _leave_forward(self, call: Call, *, failed: bool) -> None:
         """Reshard, unless the weights are needed again at once.
@@ -537,6 +556,8 @@ class ShardedUnit:
         looked at once for each way.
         """
         graph = bool(outputs)
+        if graph:
+            self._uses.append(weakref.ref(use))
         nodes = next_node_number() - use.first_node
         if graph and nodes not in self._recomputes:
             self._recomputes[nodes] = has_reentrant_checkpoint(outputs, use.first_node)
@@ -544,7 +565,7 @@ class ShardedUnit:
         if self.context.calls or in_graph_task():
             return
         if graph:
-            self.context.note_graph()
+            self.context.note_graph(use)
         else:
             self.context.sweep()
 
@@ -600,11 +621,20 @@ class ShardedUnit:
         context.note(self, Phase.BACKWARD)
         self.enclosing = use.enclosing
         self._open()
-        self._window.entered += 1
+        self._enter(use)
         self._window.graph_task = task
         self._window.nested |= use.recomputes
         self._demand()
         self.prefetch_successors(Phase.BACKWARD)
+
+    def _enter(self, use: Use) -> None:
+        """Take a call from those that are still to come."""
+        self._window.entered += 1
+        reference = weakref.ref(use)
+        if reference in self._uses:
+            self._uses.remove(reference)
+        if use.is_recomputed:
+            self._hidden_uses = max(0, self._hidden_uses - 1)
 
     def _open(self) -> None:
         if self.phase is Phase.BACKWARD:
@@ -636,7 +666,7 @@ class ShardedUnit:
         window.add(index)
         task = current_graph_task()
         if task not in (-1, context.graph_task):
-            more_uses = window.entered < self._live_uses
+            more_uses = self._outstanding_uses() > 0
             window.nested |= window.entered > 0 and (more_uses or task != window.graph_task)
         if window.is_full:
             self.retry()
@@ -662,7 +692,7 @@ class ShardedUnit:
         if self._calls or not self.policy.register_hooks:
             return
         self._leave_weights()
-        if self._window.entered >= self._live_uses:
+        if not self._outstanding_uses():
             self.complete()
 
     def complete(self) -> None:
@@ -743,7 +773,6 @@ class ShardedUnit:
     def _close(self) -> None:
         """End the unit's backward: it rests, and the units around it may go on."""
         window = self._window
-        self._live_uses = max(0, self._live_uses - window.entered)
         if window.is_full or not window.declared:
             self._window = self._new_window()
         else:
@@ -805,7 +834,8 @@ class ShardedUnit:
         self._reshard()
         self._calls = 0
         self._holders = 0
-        self._live_uses = 0
+        self._uses.clear()
+        self._hidden_uses = 0
         self._ran.clear()
         self._window = self._new_window()
         self._scope = None

@@ -256,6 +256,11 @@ class ParameterGroup:
         return self.main_weight.redistribute(self._replicated)
 
     @property
+    def stores(self) -> bool:
+        """Whether gathered weights are kept from one use to the next."""
+        return self._stored is not None
+
+    @property
     def full_nbytes(self) -> int:
         """Bytes of the full weights."""
         return self.full_numel * self._compute_dtype.itemsize
