@@ -101,4 +101,4 @@ def _print(campaign: "Campaign") -> None:
         out.print("\n".join(survivor_lines(survivor)), markup=False, soft_wrap=True)
     for call in campaign.unreached:
         out.print(f"no program makes the call {call}", markup=False, soft_wrap=True)
-    out.print(summary(campaign), markup=False)
+    out.print(summary(campaign), markup=False, soft_wrap=True)

@@ -123,6 +123,8 @@ def _follow(path: str, options: dict[str, Any]) -> None:
 
     with judging([path]):
         file = read(path)
+        if file.test is not None:
+            sys.exit(_follow_test(file.test.node, path))
         failure: Exception | None = None
         try:
             follow(file, **options)
@@ -133,3 +135,10 @@ def _follow(path: str, options: dict[str, Any]) -> None:
             console.print(f"{type(error).__name__}: {error}")
         console.print(verdict(file, failure))
         sys.exit(CLEAN if failure is None else FINDINGS)
+
+
+def _follow_test(node: str, path: str) -> int:
+    """Let pytest follow a replay file that is about a test; return its exit status."""
+    import pytest
+
+    return int(pytest.main([node, "--fsdp-sim-replay", str(Path(path).resolve())]))

@@ -120,3 +120,15 @@ def test_an_installed_plugin_imports_neither_torch_nor_hypothesis(
     done = subprocess.run(command, capture_output=True, text=True, cwd=pytester.path, check=False)
 
     assert done.returncode == 0, done.stdout
+
+
+def test_the_command_line_lets_pytest_follow_the_file_of_a_test(pytester: pytest.Pytester) -> None:
+    """``fsdp-sim replay FILE`` takes every replay file."""
+    run(pytester, ORDER, "--fsdp-sim-runs", "12")
+    (file,) = pytester.path.glob(".fsdp_sim/*/replay.json")
+    command = [sys.executable, "-m", "fsdp_sim.cli", "replay", str(file)]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=pytester.path, check=False)
+
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "fsdp_sim replay: the same finding came up (CollectiveMismatch)" in done.stdout
