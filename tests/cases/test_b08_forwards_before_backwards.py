@@ -1,0 +1,79 @@
+"""B08: several forwards come before their backwards, which come in any order."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fsdp_sim
+from fsdp_core import PrefetchOrder, StateError
+from tests.cases.programs import (
+    Row,
+    Training,
+    assert_resting,
+    batch,
+    check_parity,
+    fill,
+    gathered,
+    loss_of,
+    ops_by_step,
+    reduced,
+    shard,
+    units_in,
+)
+
+
+def outstanding(order: tuple[int, ...], units: tuple[str, ...] = ("",)) -> Training:
+    """As many forwards as there are backwards, then the backwards in this order."""
+
+    def step(model: nn.Module, rank: int, _number: int) -> None:
+        losses = [loss_of(model(batch(rank, each)), rank) for each in range(len(order))]
+        for each in order:
+            losses[each].backward()
+            if units_in(model):
+                assert_resting(model)
+
+    return Training(lambda: fill(Row("first", "second")), step, units)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_outstanding_forwards_have_their_backwards_in_any_order(order: tuple[int, int]) -> None:
+    """pytorch#136861, fairscale#918: each backward gathers and reduces; units rest in between."""
+    (ops,) = ops_by_step(check_parity(outstanding(order)))
+
+    assert gathered(ops) == ["<root>"] * 4
+    assert reduced(ops) == ["<root>"] * 2
+
+
+@given(
+    st.integers(1, 4).flatmap(lambda count: st.permutations(range(count))).map(tuple),
+    st.sampled_from([("",), ("first", "second"), ("first", "second", ""), ("second", "")]),
+)
+@settings(max_examples=10)
+@pytest.mark.filterwarnings("ignore:step")
+def test_any_number_of_outstanding_forwards_has_parity(
+    order: tuple[int, ...], units: tuple[str, ...]
+) -> None:
+    """Whatever is a unit."""
+    check_parity(outstanding(order, units))
+
+
+def test_a_recorded_pass_refuses_the_second_backward() -> None:
+    """RECORDED needs one backward call per pass, and says what to do."""
+
+    def program(rank: int) -> str:
+        model = fill(Row("first", "second"))
+        shard(model, "", prefetch_order=PrefetchOrder.RECORDED)
+        first, second = (loss_of(model(batch(rank, each)), rank) for each in range(2))
+        first.backward()
+        with pytest.raises(StateError) as caught:
+            second.backward()
+        return str(caught.value)
+
+    report = fsdp_sim.simulate(program, 2)
+
+    assert all(
+        "RECORDED needs one backward call per pass" in message
+        and "add the losses, or use REGISTRATION" in message
+        for message in report.results
+    )

@@ -1,0 +1,80 @@
+"""B11: a weight that two units claim is refused by the second call, which says what to do."""
+
+import re
+
+import pytest
+from torch import nn
+
+import fsdp_core
+import fsdp_sim
+from fsdp_core import ConfigError
+from tests.cases.programs import SHARDED, Training, check_parity, mesh_of, train_shards
+from tests.cases.test_b10_tied_in_one_unit import Tied, build, step
+
+MESSAGE = (
+    "a parameter belongs to one unit, got {name!r} of {unit}, which is 'weight' of the unit "
+    "FsdpEmbedding already; shard the modules that share it in one call: "
+    "fully_shard([first, second], ...)"
+)
+
+
+@pytest.mark.parametrize(
+    ("second", "name", "unit"), [("head", "weight", "Linear"), ("", "head.weight", "Tied")]
+)
+def test_the_second_call_raises_and_names_both(second: str, name: str, unit: str) -> None:
+    """huggingface/accelerate#4171, NVIDIA/Model-Optimizer#2059, saforem2/ezpz#237."""
+
+    def program(rank: int) -> str:
+        model = build()
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(model.get_submodule("emb"), mesh_of(2), SHARDED)
+            with pytest.raises(ConfigError) as caught:
+                fsdp_core.fully_shard(model.get_submodule(second), mesh_of(2), SHARDED)
+        return str(caught.value)
+
+    report = fsdp_sim.simulate(program, 2)
+
+    assert report.results == [MESSAGE.format(name=name, unit=unit)] * 2
+
+
+def state_of(module: nn.Module) -> dict[str, object]:
+    """What a module holds: its parameter by identity, all else by value."""
+    held = {name: value for name, value in vars(module).items() if name != "_parameters"}
+    return {**held, "weight": id(module.weight), "hooks": str(held)}
+
+
+def test_the_refused_module_is_as_it_was() -> None:
+    """No hook, no other class, no buffer, and no place in the orders."""
+
+    def program(rank: int) -> tuple[object, ...]:
+        model = build()
+        assert isinstance(model, Tied)
+        with fsdp_core.fully_shard_context() as context:
+            fsdp_core.fully_shard(model.emb, mesh_of(2), SHARDED)
+            before = state_of(model.head)
+            with pytest.raises(ConfigError, match=re.escape("[first, second]")):
+                fsdp_core.fully_shard(model.head, mesh_of(2), SHARDED)
+        after = state_of(model.head)
+        names = [context.module_name(event.module) for event in context.execution_order]
+        return type(model.head), after == before, names
+
+    assert fsdp_sim.simulate(program, 2).results == [(nn.Linear, True, ["", ""])] * 2
+
+
+def test_sharding_both_in_one_call_has_parity() -> None:
+    """The remedy that the message names."""
+    check_parity(Training(build, step, (("emb", "head"),), steps=2))
+
+
+def test_a_refused_call_does_not_spoil_a_later_one() -> None:
+    """The same model class, sharded right in a second scope."""
+
+    def program(rank: int) -> None:
+        model = build()
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(model.get_submodule("emb"), mesh_of(2), SHARDED)
+            with pytest.raises(ConfigError):
+                fsdp_core.fully_shard(model, mesh_of(2), SHARDED)
+        train_shards(rank, Training(build, step, (("emb", "head"),)))
+
+    fsdp_sim.simulate(program, 2)
