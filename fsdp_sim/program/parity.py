@@ -19,7 +19,7 @@ def verify(program: ProgramSpec, **options: Any) -> Report:
     """Run ``program`` on simulated ranks with every check on, and compare it with the unsharded run.
 
     Args:
-        program: what to run, under its own schedule.
+        program: what to run, under its own schedule and faults.
         options: those of ``simulate`` but ``world_size`` and ``args``.
 
     Returns:
@@ -32,6 +32,7 @@ def verify(program: ProgramSpec, **options: Any) -> Report:
     """
     expected = run_reference(program)
     options.setdefault("schedule", program.schedule or None)
+    options.setdefault("faults", program.faults)
     report = simulate(run_rank, program.world_size, args=(program,), **options)
     differences = _differences(program, report, expected)
     if differences:

@@ -10,9 +10,11 @@ order.py       execution_orders
 schedule.py    schedules
 step.py        steps
 program.py     programs
+fault.py       fault_plans
 invalid.py     invalid_programs
 """
 
+from fsdp_sim.strategies.fault import FAULT_ACTIONS, FaultPlan, fault_plans
 from fsdp_sim.strategies.invalid import INVALID_KINDS, InvalidProgram, invalid_programs
 from fsdp_sim.strategies.mesh import meshes
 from fsdp_sim.strategies.order import Orders, execution_orders
@@ -25,13 +27,16 @@ from fsdp_sim.strategies.step import steps
 from fsdp_sim.strategies.tree import layers, module_trees
 
 __all__ = [
+    "FAULT_ACTIONS",
     "INVALID_KINDS",
     "OWNER_KINDS",
+    "FaultPlan",
     "InvalidProgram",
     "Orders",
     "OwnerMap",
     "contexts",
     "execution_orders",
+    "fault_plans",
     "invalid_programs",
     "layers",
     "meshes",

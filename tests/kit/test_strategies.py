@@ -16,9 +16,11 @@ from fsdp_sim.program.spec import LayerSpec
 from fsdp_sim.program.tree import units, walk
 from fsdp_sim.schedule import Schedule
 from fsdp_sim.strategies import (
+    FaultPlan,
     OwnerMap,
     contexts,
     execution_orders,
+    fault_plans,
     invalid_programs,
     layers,
     meshes,
@@ -60,6 +62,10 @@ LEAF = ModuleSpec(LayerSpec(), UnitSpec())
         (lambda: steps(LEAF, 2, steps_max=0), "steps_max must be a whole number from 1"),
         (lambda: programs(ranks_max=0), "ranks_max must be a whole number"),
         (lambda: programs(steps_max=-1), "steps_max must be a whole number"),
+        (lambda: fault_plans(2, actions=("melt",)), "actions must be some of delay, crash"),
+        (lambda: fault_plans(2, sites=("moon",)), "sites must be some of issue, alloc"),
+        (lambda: fault_plans(2, actions=("torn",)), "actions at these sites must be some of"),
+        (lambda: fault_plans(2, at_max=0), "at_max must be a whole number from 1"),
         (lambda: invalid_programs(kinds=("evil",)), "kinds must be some of divisor not positive"),
     ],
 )
@@ -154,6 +160,7 @@ def test_schedules_are_lines_that_parse(line: str) -> None:
         (optimizers(), ProgramSpec(LEAF).optimizer),
         (module_trees(), LEAF),
         (schedules(4), "v1;w4"),
+        (fault_plans(2), FaultPlan(("delay:issue@rank=0,at=1",), ())),
         (steps(LEAF, 2), ProgramSpec(LEAF).steps),
         (programs(), ProgramSpec(LEAF, mesh=(1,), width=1)),
     ],
