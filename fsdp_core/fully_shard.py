@@ -24,6 +24,7 @@ from fsdp_core.parameter_group import (
     Member,
     ParameterGroup,
     Slot,
+    living_group,
     mark_whole,
     owner_of,
 )
@@ -259,7 +260,7 @@ def _collect_members(
             if _stays_whole(name, parameter):
                 whole[parameter] = None
                 continue
-            _check_parameter(name, parameter)
+            _check_parameter(name, parameter, type(modules[0]).__name__)
             member = members.setdefault(parameter, Member(parameter, []))
             member.slots.append(Slot(weakref.ref(module), parameters_of(module), key, name))
     return list(members.values()), list(whole)
@@ -290,12 +291,15 @@ def _stays_whole(fqn: str, parameter: nn.Parameter) -> bool:
     return True
 
 
-def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
+def _check_parameter(fqn: str, parameter: nn.Parameter, class_name: str) -> None:
     owner = owner_of(parameter)
     if owner is not None:
+        unit = living_group(owner).unit()
+        first = None if unit is None else unit.modules[0]()
         msg = (
-            f"a parameter belongs to one unit, got {fqn!r}, which is {owner.fqn!r} of another unit; "
-            f"shard the modules that share it in one call: fully_shard([first, second], ...)"
+            f"a parameter belongs to one unit, got {fqn!r} of {class_name}, which is {owner.fqn!r} "
+            f"of the unit {type(first).__name__} already; shard the modules that share it in one "
+            f"call: fully_shard([first, second], ...)"
         )
         raise ConfigError(msg, fqn=fqn)
     if parameter.dim() == 0:
