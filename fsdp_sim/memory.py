@@ -87,6 +87,11 @@ class Memory:
         """Return the record of a storage if there is one."""
         return self.records.get(storage._cdata)
 
+    def is_pending(self, tensor: torch.Tensor) -> bool:
+        """Whether collectives still read or write the tensor's storage."""
+        record = self.known(tensor.untyped_storage())
+        return record is not None and bool(record.pending)
+
     def born(
         self, tensor: torch.Tensor, *, is_host: bool = False, source: Source | None = UNKNOWN
     ) -> StorageRecord:
@@ -150,6 +155,12 @@ class Memory:
             record.is_shared = False
             if is_release and op is not None:
                 record.release = (op.source, op.annotation)
+
+    def discard(self, tensor: torch.Tensor) -> None:
+        """The program never sees this tensor, of PyTorch's own making: its memory counts as free."""
+        record = self.record_of(tensor)
+        self._free(record)
+        record.is_host = True
 
     def resized(self, storage: torch.UntypedStorage, nbytes_before: int) -> None:
         """A storage was resized in place: to zero is a free, from zero an allocation."""

@@ -397,7 +397,8 @@ def reduction_of(options: Any) -> tuple[str, Any] | None:
     if reduce_op is None:
         return None
     name = _REDUCTIONS[reduce_op.op]
-    return name, reduce_op.factor if name == "PREMUL_SUM" else None
+    # ``factor`` is new in torch 2.12; what is pickled has it on every version
+    return name, reduce_op.__getstate__()[1] if name == "PREMUL_SUM" else None
 
 
 _REDUCTIONS = {
@@ -535,6 +536,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def bytes_of_storage(storage: Any) -> torch.Tensor:
+    """Return all bytes of a storage."""
+    return tensor_on(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
 
 
 def fill_storage(storage: Any, byte: int) -> None:

@@ -14,7 +14,14 @@ from torch import Tensor
 from fsdp_sim import machine as machines
 from fsdp_sim import patches
 from fsdp_sim.checkers.device_graph import key_of
-from fsdp_sim.collectives import COLLECTIVES, Meaning, Request, check_layout, message
+from fsdp_sim.collectives import (
+    COLLECTIVES,
+    Meaning,
+    Request,
+    barrier,
+    check_layout,
+    message,
+)
 from fsdp_sim.machine import Machine
 from fsdp_sim.meeting import Meeting, Part, poison, settle
 from fsdp_sim.op import Access, Call, Kind
@@ -147,6 +154,8 @@ def _collective(communicator: Communicator, name: str, named: dict[str, Any]) ->
     means = COLLECTIVES.get(name)
     if means is None:
         raise NotImplementedError(f"the simulator has no collective 'c10d::{name}'")
+    if means is barrier:
+        machine.memory.discard(named["tensor"])  # torch 2.11 may forget to release the last one
     reduction, machine.reduction = machine.reduction, None
     ranks = communicator.ranks
     meanings = means(Request(named, communicator.rank, len(ranks), reduction))

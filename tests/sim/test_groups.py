@@ -1,5 +1,6 @@
 """Groups: start-up is adopted, groups come and go, and nothing goes past the simulator unseen."""
 
+import inspect
 import threading  # noqa: TID251  threads of a program are what is tested
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,10 @@ def test_a_group_can_be_made_by_its_own_ranks_alone() -> None:
     assert run(program, 3) == [4.0, -1.0, 4.0]
 
 
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="torch 2.11 always sorts the ranks",
+)
 def test_group_ranks_follow_the_order_given() -> None:
     """Unsorted ranks where the caller says so: an all-gather shows the order."""
 
