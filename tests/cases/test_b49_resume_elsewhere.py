@@ -1,0 +1,89 @@
+"""B49: a checkpoint resumes at another world size, also where some ranks hold nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+import fsdp_core
+import fsdp_sim
+from tests.cases.programs import (
+    assert_equal,
+    fill,
+    integers,
+    linear,
+    local_rows,
+    put_together,
+    shard,
+)
+
+ROWS = 5
+STEPS_BEFORE, STEPS_AFTER = 2, 1
+
+
+def build(world_size: int) -> tuple[nn.Module, Optimizer]:
+    """A layer of 5 rows, and Adam."""
+    model = fill(nn.Sequential(linear(ROWS, 2)))
+    shard(model, "0", "", mesh=(world_size,))
+    return model, fsdp_core.fully_shard_optimizer(Adam(model.parameters(), lr=0.1))
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    """Steps with the same batch on every rank, so that the number of ranks does not matter."""
+    for number in steps:
+        (model(integers(1, 2, start=number)) * integers(1, ROWS, start=number)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counters(optimizer: Optimizer) -> list[float]:
+    """How many steps each parameter's state has seen."""
+    return [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
+
+
+def interrupted(rank: int, path: Path) -> None:
+    """Two steps, then save."""
+    model, optimizer = build(2)
+    train(model, optimizer, range(STEPS_BEFORE))
+    fsdp_core.save_checkpoint(model, optimizer, path)
+
+
+def resumed(rank: int, path: Path, world_size: int) -> tuple[dict[str, Any], list[float]]:
+    """Load into a model with other weights, and do one more step."""
+    model, optimizer = build(world_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fsdp_core.load_checkpoint(model, optimizer, path)
+    train(model, optimizer, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
+    return local_rows(model), counters(optimizer)
+
+
+def uninterrupted() -> dict[str, Tensor | None]:
+    """Three steps without a stop, unsharded."""
+    model = fill(nn.Sequential(linear(ROWS, 2)))
+    train(model, Adam(model.parameters(), lr=0.1), range(STEPS_BEFORE + STEPS_AFTER))
+    return {name: each.detach() for name, each in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks saved after two steps."""
+    path = tmp_path_factory.mktemp("checkpoint") / "after two steps"
+    fsdp_sim.simulate(interrupted, 2, args=(path,))
+    return path
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_the_third_step_has_the_bits_of_a_run_that_never_stopped(
+    checkpoint: Path, world_size: int
+) -> None:
+    """pytorch#102821, #91205; torchtitan#811: with 8 ranks, three hold nothing."""
+    report = fsdp_sim.simulate(resumed, world_size, args=(checkpoint, world_size))
+
+    whole = put_together([rows for rows, _ in report.results], mesh=(world_size,))
+    assert_equal(whole, uninterrupted())
+    assert [steps for _, steps in report.results] == [[3.0]] * world_size
