@@ -1,0 +1,87 @@
+"""B53: evaluation before, between and after training steps leaves nothing behind."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.cases.programs import (
+    ZERO_1,
+    Row,
+    Training,
+    assert_resting,
+    batch,
+    check_parity,
+    fill,
+    loss_of,
+)
+
+Mode = Callable[[], AbstractContextManager[Any]]
+
+
+def evaluate(model: nn.Module, rank: int, mode: Mode) -> None:
+    """A forward without gradients, after which everything rests."""
+    with mode():
+        model(batch(rank))
+    assert_resting(model)
+
+
+def load(model: nn.Module, mode: Mode) -> None:
+    """Load other integers."""
+    state = {name: torch.ones_like(each) for name, each in model.state_dict().items()}
+    with mode():
+        model.load_state_dict(state)
+
+
+def train(model: nn.Module, rank: int, number: int) -> None:
+    """A forward and backward."""
+    loss_of(model(batch(rank, number)), rank).backward()
+
+
+def mixed(**options: Any) -> Training:
+    """The program of the report."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        if number == 0:
+            evaluate(model, rank, torch.inference_mode)
+        else:
+            evaluate(model, rank, torch.no_grad)
+            load(model, torch.inference_mode)
+        train(model, rank, number)
+
+    return Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), steps=2, options=options)
+
+
+def test_training_after_inference_mode_has_parity() -> None:
+    """pytorch#113203, #95957, #146709, #197327; pytorch-lightning#16908."""
+    check_parity(mixed())
+
+
+def test_it_has_parity_where_weights_are_whole() -> None:
+    """Under ZeRO-1 the loaded weights must reach the full ones."""
+    check_parity(mixed(placements=ZERO_1))
+
+
+ACTS: dict[str, Callable[[nn.Module, int], None]] = {
+    "nothing": lambda model, rank: None,
+    "no_grad": lambda model, rank: evaluate(model, rank, torch.no_grad),
+    "inference_mode": lambda model, rank: evaluate(model, rank, torch.inference_mode),
+    "load": lambda model, rank: load(model, torch.no_grad),
+    "load in inference_mode": lambda model, rank: load(model, torch.inference_mode),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(ACTS)), min_size=1, max_size=3))
+@settings(max_examples=6)
+def test_any_order_of_evaluation_training_and_loading_has_parity(order: list[str]) -> None:
+    """One act before the training of each step."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        ACTS[order[number]](model, rank)
+        train(model, rank, number)
+
+    check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), len(order)))
