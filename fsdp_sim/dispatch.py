@@ -37,6 +37,10 @@ HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
 }
 """Arguments that an operator writes although its schema does not say so (found by the self-audit)."""
 
+HIDDEN_ALIASES = frozenset(("all_gather_copy_in",))
+"""Operators that compute, and whose results are on memory of an argument that they have written,
+although their schema does not say so."""
+
 FACTORIES_WITHOUT_VALUES = frozenset(
     ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 )
@@ -99,12 +103,25 @@ class RankMode(TorchDispatchMode):
             return NotImplemented
         operator = _OPERATORS.get(id(func))
         if operator is None:
-            operator = _OPERATORS[id(func)] = classify(func)
+            operator = operator_of(func)
         return operator.handle(self, operator, func, args, kwargs or {})
 
 
 _OPERATORS: dict[int, Operator] = {}
 """By identity: operators live as long as PyTorch, and their own hash is slow Python."""
+
+
+def operator_of(func: Any) -> Operator:
+    """Return what is known of an operator; found out once."""
+    operator = _OPERATORS.get(id(func))
+    if operator is None:
+        operator = _OPERATORS[id(func)] = classify(func)
+    return operator
+
+
+def moves_nothing(func: Any) -> bool:
+    """Whether an operator is believed to touch no bytes: its results look at its arguments'."""
+    return operator_of(func).handle is _run_untouched
 
 
 def classify(func: Any) -> Operator:

@@ -165,6 +165,10 @@ class Nondeterminism(RunError):
     """The same schedule gave two different runs."""
 
 
+class WrongSchema(RunError):
+    """An operator does to bytes what the simulator does not know of: no finding can be trusted."""
+
+
 class Diverged(RunError):
     """A replayed schedule no longer fits the program."""
 

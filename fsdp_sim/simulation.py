@@ -10,6 +10,7 @@ import torch
 
 from fsdp_sim import groups, leaks, patches, process_group, shims, stuck
 from fsdp_sim.analysis import Analysis
+from fsdp_sim.audit import AuditMode, Lie
 from fsdp_sim.dispatch import RankMode
 from fsdp_sim.errors import (
     FINDING_KINDS,
@@ -67,6 +68,7 @@ class Settings:
     trace: bool = False
     poison: bool = False
     finds_leaks: bool = True
+    audit: bool = False
 
 
 class Simulation:
@@ -84,6 +86,7 @@ class Simulation:
         self.knobs = Knobs.parse(settings.knobs)
         self.wire = Wire(WorldStore(), is_late=self.knobs.late)
         self.machines: list[Machine] = []
+        self.lies: dict[Lie, None] = {}
         self.environs: list[Any] = []
         self.contexts: dict[int, Context] = {}
         self.world = World(
@@ -182,7 +185,7 @@ class Simulation:
         try:
             with (
                 torch.autograd.set_multithreading_enabled(False),
-                RankMode(machine),
+                self._mode(machine),
                 fresh_thread(),
             ):
                 groups.start(machine)
@@ -194,6 +197,9 @@ class Simulation:
             machine.close()
             LOCAL.rank = None
             patches.drop_groups()
+
+    def _mode(self, machine: Machine) -> RankMode:
+        return AuditMode(machine, self.lies) if self.settings.audit else RankMode(machine)
 
     # ------------------------------------------------------------------ nobody can run
 

@@ -13,6 +13,7 @@ from fsdp_sim.errors import (
     InjectedCrash,
     Nondeterminism,
     SimulationError,
+    WrongSchema,
 )
 from fsdp_sim.faults import Rule, rules_of
 from fsdp_sim.knobs import Knobs
@@ -41,6 +42,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     trace: bool = False,
     poison: bool = False,
     recheck: bool = False,
+    audit: bool = False,
 ) -> Report:
     """Run ``fn(rank, *args)`` on ``world_size`` simulated ranks and check every ordering.
 
@@ -66,6 +68,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         poison: fill memory that holds no value with NaN: fresh and released memory, and outputs of
             collectives until they are complete.
         recheck: run twice and demand that both runs are the same.
+        audit: compare what each operator does to bytes with what the simulator knows of it; slow.
 
     Returns:
         What each rank returned, the findings, the effective schedule and the trace.
@@ -74,7 +77,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         ConfigError: an argument is out of range or names something unknown; nothing has been run.
         FindingError: ``strict`` and an error was found; carries ``.finding``, ``.schedule``, ``.trace``.
         RunError: the run could not be finished (``StepLimit``, ``CannotRunAhead``, ...), or was not the
-            same when it was rechecked (``Nondeterminism``).
+            same when it was rechecked (``Nondeterminism``), or an operator of it does what the
+            simulator does not know of (``WrongSchema``).
         Exception: what a rank raised comes out as itself, with a note that says where the others stood.
     """
     _check_program(fn, world_size, step_limit)
@@ -93,9 +97,12 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         step_limit=step_limit,
         trace=trace,
         poison=poison,
+        audit=audit,
     )
     simulation = Simulation(fn, args, settings)
     report = simulation.run()
+    if simulation.lies:
+        raise _with_facts(_wrong_schema(simulation), report)
     if double is not None:
         _demand_the_same(fn, args, settings, checkers_.make(checkers), double, report)
     _raise_if_wrong(simulation, report, strict=strict)
@@ -158,6 +165,14 @@ def _check_program(fn: Any, world_size: Any, step_limit: Any) -> None:
             "simulate must run where no real process group is initialised, got one; "
             "call torch.distributed.destroy_process_group() first"
         )
+
+
+def _wrong_schema(simulation: Simulation) -> WrongSchema:
+    lies = "\n".join(f"  {lie}" for lie in simulation.lies)
+    return WrongSchema(
+        "operators must do to bytes what the simulator knows of them, got:\n"
+        f"{lies}\nadd them to the tables of fsdp_sim.dispatch"
+    )
 
 
 def _demand_the_same(

@@ -24,6 +24,7 @@ SIM_NAMES = {
     *("Race", "UseAfterFree", "CollectiveMismatch", "Deadlock", "NotAtRest", "ParityError"),
     *("CaptureUnsafe", "Leak", "UnusedPrefetch", "PossibleDeadlock"),
     *("StepLimit", "CannotRunAhead", "Nondeterminism", "Diverged", "HandoverTimeout"),
+    *("WrongSchema", "InjectedFault", "InjectedCrash"),
     *("ConfigError", "SimulationError", "FindingError", "Notice", "RunError"),
 }
 LIGHT = "import sys, {module}; print([m for m in ('torch', 'hypothesis') if m in sys.modules])"
