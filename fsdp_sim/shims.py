@@ -221,3 +221,24 @@ def _install_ranges(undo: patches.Patches) -> None:
 
     undo.replace(record_function, "__enter__", push)
     undo.replace(record_function, "__exit__", pop)
+    undo.replace(torch.cuda.nvtx, "range_push", _push_nvtx)
+    undo.replace(torch.cuda.nvtx, "range_pop", _pop_nvtx)
+    undo.replace(torch.cuda.nvtx, "mark", lambda _: None)
+
+
+def _push_nvtx(msg: str) -> int:
+    """Open a range, as ``record_function`` does; return how many were open."""
+    machine = machines.current()
+    if machine is None:
+        return 0
+    machine.push_range(msg)
+    return len(machine.ranges) - 1
+
+
+def _pop_nvtx() -> int:
+    """Close the innermost range; return how many are open."""
+    machine = machines.current()
+    if machine is None:
+        return 0
+    machine.pop_range()
+    return len(machine.ranges)
