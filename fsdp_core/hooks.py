@@ -1,10 +1,10 @@
 """Module and autograd hooks: they call the verbs of `module.py`, and decide nothing."""
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial, wraps
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from fsdp_core.torch_private import is_assigning_load, local_tensor
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
+
+# What cannot hold an output's tensor, or must not be looked into.
+_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, ModuleType)
 
 # What PyTorch's error says when an operator gets a shard and a whole tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -136,28 +139,31 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
         for each in output:
             yield from tensors_of(each)
     elif output is not None:
-        yield from _tensors_in(output, OUTPUT_DEPTH_MAX)
+        yield from _tensors_in(output, OUTPUT_DEPTH_MAX, {})
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+def _tensors_in(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Tensor]:
+    """Yield the tensors in a value, each once; `seen` holds what was met, by identity."""
+    if depth == 0 or id(value) in seen or isinstance(value, _OPAQUE):
+        return
+    seen[id(value)] = value
     if isinstance(value, Tensor):
         yield value
         return
-    if depth == 0 or value is None or isinstance(value, (bool, int, float, str, bytes, nn.Module)):
-        return
     for part in _parts_of(value):
-        yield from _tensors_in(part, depth - 1)
+        yield from _tensors_in(part, depth - 1, seen)
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         yield from value.values()
-    elif isinstance(value, (tuple, list)):
+    elif isinstance(value, (Sequence, Set, deque)):
         yield from value
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from (getattr(value, each.name) for each in fields(value))
-    elif not isinstance(value, type) and hasattr(value, "__dict__"):
-        yield from vars(value).values()
+    yield from getattr(value, "__dict__", {}).values()
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(value, name, None)
 
 
 def _after_save(

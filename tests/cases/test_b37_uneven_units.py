@@ -107,3 +107,16 @@ def test_the_shape_of_released_memory_may_be_looked_at() -> None:
         return zeros
 
     assert fsdp_sim.simulate(program, 1).results == [[0, 0, 0]]
+
+
+def test_released_memory_can_be_shown_when_the_run_is_over() -> None:
+    """Such as by pytest, which shows what the frames of an exception hold."""
+    held = []
+
+    def program(rank: int) -> None:
+        held.append(torch.ones(3))
+        held[0].untyped_storage().resize_(0)
+
+    fsdp_sim.simulate(program, 1)
+
+    assert repr(held[0]) == "tensor([nan, nan, nan])"

@@ -1,0 +1,118 @@
+"""B54: a method other than forward gathers the weights if it is registered, and is refused if not."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_core
+import fsdp_sim
+from fsdp_core import ConfigError, StateError
+from fsdp_sim.program.model import fold
+from tests.cases.programs import (
+    Training,
+    assert_resting,
+    batch,
+    check_parity,
+    fill,
+    gathered,
+    integers,
+    linear,
+    loss_of,
+    ops_by_step,
+    shard,
+)
+
+
+class Encoder(nn.Module):
+    """Has two entry points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.scale = nn.Parameter(integers(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encode twice."""
+        return self.encode(self.encode(x))
+
+    def encode(self, x: Tensor, *, shift: int = 0) -> Tensor:
+        """Use both weights."""
+        return fold(self.inner(x) * self.scale + shift)
+
+    def looked_up(self, ids: Tensor) -> Tensor:
+        """Rows of a weight."""
+        return self.inner.weight[ids]
+
+
+def build() -> nn.Module:
+    """A model around the encoder."""
+    return fill(nn.ModuleDict({"encoder": Encoder(), "head": linear()}))
+
+
+def by_encode(model: nn.Module, rank: int, number: int) -> None:
+    """Enter through `encode`, a method of the unit."""
+    encoder, head = model.get_submodule("encoder"), model.get_submodule("head")
+    if hasattr(encoder, "context") and number == 0:
+        fsdp_core.register_forward_method(encoder, "encode")
+    y = head(encoder.encode(batch(rank, number), shift=1))  # type: ignore[operator]
+    loss_of(y, rank).backward()
+
+
+def test_a_registered_method_gathers_once_rests_and_trains() -> None:
+    """pytorch#125394, #100069: as forward does."""
+    report = check_parity(Training(build, by_encode, ("encoder", "head"), steps=2))
+
+    for ops in ops_by_step(report):
+        assert [name for name in gathered(ops) if "encoder" in name or "root 0" in name] == [
+            "<root> (root 0)"
+        ] * 2
+
+
+def test_a_registered_method_leaves_the_unit_resting() -> None:
+    """Without gradients at once."""
+
+    def program(rank: int) -> Tensor:
+        model = build()
+        shard(model, "encoder", "head", "")
+        encoder = model.get_submodule("encoder")
+        fsdp_core.register_forward_method(encoder, "encode")
+        with torch.no_grad():
+            y = encoder.encode(batch(0))  # type: ignore[operator]
+        assert_resting(model)
+        return y  # type: ignore[no-any-return]
+
+    expected = build().get_submodule("encoder").encode(batch(0))  # type: ignore[operator]
+    assert all(torch.equal(y, expected) for y in fsdp_sim.simulate(program, 2).results)
+
+
+@pytest.mark.parametrize(
+    ("method", "argument"), [("encode", batch(0)), ("looked_up", torch.tensor([0, 1]))]
+)
+def test_an_unregistered_method_is_refused_by_name(method: str, argument: Tensor) -> None:
+    """pytorch#109385, #123962: never numbers from a shard."""
+
+    def program(rank: int) -> None:
+        model = build()
+        shard(model, "encoder", "head", "")
+        message = (
+            f"a method that uses sharded parameters must be registered, got FsdpEncoder.{method} "
+            f"of unit 'encoder'; call register_forward_method(module, {method!r}) once"
+        )
+        with pytest.raises(StateError, match=f"^{re.escape(message)}$"):
+            getattr(model.get_submodule("encoder"), method)(argument)
+
+    fsdp_sim.simulate(program, 2)
+
+
+def test_registering_what_does_not_exist_is_refused() -> None:
+    """With the class and the name."""
+
+    def program(rank: int) -> None:
+        model = build()
+        shard(model, "encoder", "")
+        with pytest.raises(ConfigError, match="got FsdpEncoder and 'generate'"):
+            fsdp_core.register_forward_method(model.get_submodule("encoder"), "generate")
+
+    fsdp_sim.simulate(program, 2)

@@ -1,0 +1,132 @@
+"""B56: whatever a unit returns its gradients are right, and it comes out as it went in."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor, nn
+
+from tests.cases.programs import Training, batch, check_parity, fill, linear, loss_of
+
+
+@dataclass
+class Plain:
+    y: Tensor
+    note: str = "kept"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    y: Tensor
+    more: tuple[Any, ...] = (None, 3)
+
+
+class Named(NamedTuple):
+    y: Tensor
+    number: int
+
+
+class Custom:
+    """A class that no walk over containers knows."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.inside = {"deep": [y]}
+
+
+class Attributed(dict[str, int]):
+    """A dict that has something else beside its items."""
+
+    def __init__(self, y: Tensor) -> None:
+        super().__init__(number=3)
+        self.y = y
+
+
+class Cyclic:
+    """Refers to itself in many ways."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.others: list[Any] = [self] * 50 + [y]
+
+
+class Slotted:
+    """The same, without a dict of its own."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+WRAPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Plain, lambda out: out.y),
+    "frozen dataclass": (Frozen, lambda out: out.y),
+    "namedtuple": (lambda y: Named(y, 3), lambda out: out.y),
+    "dict in dict": (lambda y: {"a": {"b": y, "c": None}}, lambda out: out["a"]["b"]),
+    "list": (lambda y: [y, y * 2], lambda out: out[0] + out[1]),
+    "tuple with None and 3": (lambda y: (y, None, 3), lambda out: out[0]),
+    "set": (lambda y: {y}, lambda out: next(iter(out))),
+    "deque": (lambda y: deque([None, y]), lambda out: out[1]),
+    "mapping": (lambda y: MappingProxyType({"y": y}), lambda out: out["y"]),
+    "dict with attributes": (Attributed, lambda out: out.y),
+    "object with a cycle": (Cyclic, lambda out: out.others[1].others[-1]),
+    "custom class": (Custom, lambda out: out.inside["deep"][0]),
+    "class with slots": (Slotted, lambda out: out.y),
+    "dataclass in a tuple": (lambda y: (Plain(y), 1), lambda out: out[0].y),
+}
+
+
+class Wrapping(nn.Module):
+    """A layer that wraps what it returns."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.wrap = wrap
+        self.returned: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the layer's output, wrapped."""
+        self.returned = self.wrap(self.layer(x))
+        return self.returned
+
+
+@pytest.mark.parametrize("kind", list(WRAPS))
+def test_every_container_has_parity_and_comes_out_as_the_same_object(kind: str) -> None:
+    """pytorch#77812, #173415; xtuner#1677; fairscale#967; DeepSpeed#2127."""
+    wrap, unwrap = WRAPS[kind]
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        front, wrapping = model.children()
+        output = wrapping(front(batch(rank, number)))
+        assert output is wrapping.returned
+        loss_of(unwrap(output), rank).backward()
+        wrapping.returned = None
+
+    def build() -> nn.Module:
+        return fill(nn.Sequential(linear(), Wrapping(wrap)))
+
+    check_parity(Training(build, step, ("0", "1", "")))
+
+
+@pytest.mark.parametrize("returned", [None, 3, "text", (), {}, (None, 3)], ids=repr)
+@pytest.mark.filterwarnings("ignore:step 0. unit '1' was expected to enter its backward next")
+def test_an_output_without_tensors_passes_through(returned: Any) -> None:
+    """And its unit rests, without a gradient."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        front, wrapping = model.children()
+        y = front(batch(rank, number))
+        assert wrapping(y) is returned
+        loss_of(y, rank).backward()
+        wrapping.returned = None
+
+    def build() -> nn.Module:
+        return fill(nn.Sequential(linear(), Wrapping(lambda _y: returned)))
+
+    report = check_parity(Training(build, step, ("0", "1", "")))
+
+    for (trained,) in report.results:
+        assert trained.gradients["1.layer.weight"] is None
