@@ -205,7 +205,7 @@ class Machine:
         """End the run where an access touches memory that was given back: hardware would crash."""
         if record.release is None or access.lo == access.hi:
             return
-        source, label = record.release
+        source, label, _ = record.release
         stream = self.current_stream_id()
         where = f"stream {stream} ({self.streams[stream].role})"
         rank = self.rank.index

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,14 @@ POISON = 0xFF
 """A byte of which NaNs of all floating-point types, and -1 of all integer types, are made."""
 
 
+class Release(NamedTuple):
+    """Memory was given back by a resize to nothing: where, in which range, and how much."""
+
+    source: Source | None
+    annotation: str | None
+    nbytes: int
+
+
 class StorageRecord:
     """One storage of one rank, held weakly: the simulator never keeps memory alive.
 
@@ -30,8 +38,7 @@ class StorageRecord:
         is_shared: a stream other than ``stream`` has touched it, so that its end is of interest.
         pending: parts of collectives that still read or write it.
         born_at: index of its ALLOC op; ``source``: the line that allocated it.
-        release: where it was given back by a resize to nothing, and in which range: its views live on,
-            and must not be used.
+        release: how it was given back by a resize to nothing: its views live on, and must not be used.
     """
 
     __slots__ = (
@@ -62,7 +69,7 @@ class StorageRecord:
         self.ref: Any = None
         self.born_at = -1
         self.source: Source | None = None
-        self.release: tuple[Source | None, str | None] | None = None
+        self.release: Release | None = None
 
 
 class Memory:
@@ -143,18 +150,18 @@ class Memory:
                 f" {nbytes} bytes"
             )
 
-    def _free(self, record: StorageRecord, *, is_release: bool = False) -> None:
+    def _free(self, record: StorageRecord, *, released_nbytes: int = 0) -> None:
         if record.is_allocated:
             record.is_allocated = False
             if self._machine.faults is not None:
                 self._machine.faults.freed(self._machine.rank.index, record.ordinal)
-            source = UNKNOWN if record.is_shared or is_release else None
+            source = UNKNOWN if record.is_shared or released_nbytes else None
             op = self._machine.emit(
                 Kind.FREE, "free", record.stream, other=record.ordinal, source=source
             )
             record.is_shared = False
-            if is_release and op is not None:
-                record.release = (op.source, op.annotation)
+            if released_nbytes and op is not None:
+                record.release = Release(op.source, op.annotation, released_nbytes)
 
     def discard(self, tensor: torch.Tensor) -> None:
         """The program never sees this tensor, of PyTorch's own making: its memory counts as free."""
@@ -171,7 +178,7 @@ class Memory:
         elif nbytes == nbytes_before:
             return
         record.release = None
-        self._free(record, is_release=nbytes == 0)
+        self._free(record, released_nbytes=0 if nbytes else nbytes_before)
         record.ordinal = self._new_ordinal()
         if not record.is_host:
             self._alloc(record, nbytes)
@@ -183,6 +190,19 @@ class Memory:
         if self._machine.poison and storage.nbytes():
             with patches.below_dispatch():
                 patches.fill_storage(storage, POISON)
+
+    def bring_back(self) -> None:
+        """Give what was released its size again, full of NaN: the run is over.
+
+        A debugger, or pytest where a rank raised, shows the tensors that it finds: without memory behind
+        them the process would crash.
+        """
+        for record in tuple(self.records.values()):
+            storage = record.ref()
+            if record.release is not None and storage is not None and not storage.nbytes():
+                with patches.below_dispatch():
+                    storage.resize_(record.release.nbytes)
+                    patches.fill_storage(storage, POISON)
 
     def died(self, key: int) -> None:
         """The last reference to a storage is gone."""

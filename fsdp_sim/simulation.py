@@ -140,6 +140,8 @@ class Simulation:
             results = [rank.result for rank in self.world.ranks]
             for finding in leaks.find(self.machines, (results, self.args, self.fn)):
                 self.analysis.add(finding)
+        for machine in self.machines:
+            machine.memory.bring_back()
 
     # ------------------------------------------------------------------ one rank
 
