@@ -467,7 +467,7 @@ class ShardedUnit:
     def _begin_call(self, module: nn.Module, *, recomputing: bool) -> None:
         if self.phase is Phase.RESTING:
             self._change_phase(Phase.FORWARD)
-        scope = accelerator.annotate(self._label("forward"))
+        scope = accelerator.annotate(self._label("recompute" if recomputing else "forward"))
         scope.__enter__()
         calls = self.context.calls
         if calls and calls[-1].unit is not self:

@@ -12,8 +12,8 @@ from fsdp_sim.op import Kind, Op
 
 RUNTIME = "fsdp_core::"
 FORWARD = "fsdp_core::forward"
-BACKWARD = "fsdp_core::backward"
-COMPUTE = (FORWARD, BACKWARD)
+IN_BACKWARD = ("fsdp_core::backward", "fsdp_core::recompute")
+COMPUTE = (FORWARD, *IN_BACKWARD)
 COMPLETION = "fsdp_core::complete"
 """Range around what ends a step, at whose end the caller's stream is behind all others."""
 
@@ -99,7 +99,7 @@ class Capture:
 
     def _begin(self, op: Op) -> None:
         """Begin a step: behind the last work, so that waits right before the range belong to it."""
-        is_backward = op.name.startswith(BACKWARD)
+        is_backward = op.name.startswith(IN_BACKWARD)
         step = _Step(op, {op.stream}, depth=1, has_backward=is_backward)
         for sync in self._syncs[op.rank]:
             step.spread(sync)
@@ -130,7 +130,7 @@ class Capture:
             return () if is_push or step is None else self._complete(step, op, clocks)
         if not op.name.startswith(COMPUTE):
             return ()
-        is_backward = op.name.startswith(BACKWARD)
+        is_backward = op.name.startswith(IN_BACKWARD)
         is_idle = step is None or (step.depth == 0 and not step.has_backward and not is_backward)
         if is_push and is_idle:
             self._begin(op)

@@ -139,3 +139,18 @@ def test_the_programs_own_streams_are_its_own_business() -> None:
     ops.aten(5, write(10))
 
     assert ops.findings("capture") == ()
+
+
+def test_a_recomputed_forward_does_not_start_anew() -> None:
+    """It is inside a backward pass, whatever unit's backward has begun: reentrant checkpoints."""
+    ops = Ops()
+    ops.push("fsdp_core::forward root")
+    ops.pop_range("fsdp_core::forward root")
+    ops.wait_stream(REDUCE, CALLER)
+    for unit in ("second", "first"):
+        ops.push(f"fsdp_core::recompute {unit}")
+        ops.aten(CALLER, write(7))
+        ops.pop_range(f"fsdp_core::recompute {unit}")
+    ops.alloc(REDUCE, 8, annotation="fsdp_core::reduce_gradients second")
+
+    assert ops.findings("capture") == ()
