@@ -81,7 +81,7 @@ def test_a_change_of_order_gives_one_notice_with_both_names(skipped: str, messag
     flags=st.lists(st.booleans(), min_size=1, max_size=4).map(tuple),
     skipped=st.sampled_from(NAMES),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_any_branches_have_parity(flags: tuple[bool, ...], skipped: str) -> None:
     """Whatever is skipped, wherever it stands."""
     report = check_parity(branching(flags, skipped))

@@ -1,0 +1,117 @@
+"""B15: units are built inside one explicit scope, and everything they need exists when it ends."""
+
+import pytest
+from torch import nn
+
+import fsdp_core
+import fsdp_sim
+from fsdp_core import FsdpModule, StateError
+from fsdp_sim.op import Kind
+from tests.cases.programs import (
+    SHARDED,
+    Row,
+    batch,
+    begin_step,
+    fill,
+    linear,
+    loss_of,
+    mesh_of,
+    ops_by_step,
+    shard,
+)
+
+
+def test_sharding_outside_a_scope_raises_at_once() -> None:
+    """NVIDIA/Megatron-LM#6190; the module is as it was."""
+
+    def program(rank: int) -> type:
+        layer = linear()
+        with pytest.raises(StateError, match=r"inside `with fully_shard_context\(\)`"):
+            fsdp_core.fully_shard(layer, mesh_of(2), SHARDED)
+        return type(layer)
+
+    assert fsdp_sim.simulate(program, 2).results == [nn.Linear] * 2
+
+
+def test_a_scope_inside_a_scope_raises_at_once_and_the_outer_one_goes_on() -> None:
+    """It would be unclear which one a unit joins."""
+
+    def program(rank: int) -> None:
+        model = fill(Row("first"))
+        with fsdp_core.fully_shard_context() as outer:
+            with (
+                pytest.raises(StateError, match="must not be opened inside another one"),
+                fsdp_core.fully_shard_context(),
+            ):
+                pass
+            fsdp_core.fully_shard(model, mesh_of(2), SHARDED)
+        assert isinstance(model, FsdpModule)
+        assert model.context is outer
+        loss_of(model(batch(rank)), rank).backward()
+
+    fsdp_sim.simulate(program, 2)
+
+
+def shard_and_raise(layer: nn.Module) -> None:
+    """A scope that ends by an exception."""
+    with fsdp_core.fully_shard_context():
+        fsdp_core.fully_shard(layer, mesh_of(2), SHARDED)
+        raise KeyError("a mistake of the user")
+
+
+def test_a_scope_that_raised_is_over_and_a_new_one_works() -> None:
+    """The units of the first one can never run, and say why."""
+
+    def program(rank: int) -> None:
+        lost, model = linear(), fill(Row("first"))
+        with pytest.raises(KeyError):
+            shard_and_raise(lost)
+        shard(model, "first")
+        loss_of(model(batch(rank)), rank).backward()
+        with pytest.raises(StateError, match="or after one that raised"):
+            lost(batch(rank))
+
+    fsdp_sim.simulate(program, 2)
+
+
+def test_roots_of_one_scope_share_its_streams_and_have_orders_of_their_own() -> None:
+    """One stream of gathers and one of reductions, whatever the number of roots."""
+
+    def program(rank: int) -> list[str]:
+        roots = fill(nn.ModuleList([Row("a", "b"), Row("c", "d")]))
+        context = shard(roots, "0.a", "0.b", "0", "1.c", "1.d", "1")
+        begin_step(0)
+        first, second = roots.children()
+        loss_of(second(first(batch(rank))), rank).backward()
+        return [
+            f"{context.module_name(event.module)} {event.phase.value}"
+            for event in context.execution_order
+        ]
+
+    report = fsdp_sim.simulate(program, 2, trace=True)
+
+    forward = [f"{name} forward" for name in ("", "a", "b", "", "c", "d")]
+    backward = [f"{name} backward" for name in ("", "d", "c", "", "b", "a")]
+    assert report.results == [forward + backward] * 2
+    (ops,) = ops_by_step(report)
+    streams = [
+        {op.stream for op in ops if op.call and (op.annotation or "").startswith(label)}
+        for label in ("fsdp_core::unshard", "fsdp_core::reduce_gradients")
+    ]
+    assert [len(each) for each in streams] == [1, 1]
+    assert streams[0] != streams[1]
+
+
+def test_the_first_forward_creates_no_stream() -> None:
+    """Streams come with the context, so buffers are born on the streams that will free them."""
+
+    def program(rank: int) -> None:
+        model = fill(Row("first", "second"))
+        shard(model, "first", "second", "")
+        begin_step(0)
+        loss_of(model(batch(rank)), rank).backward()
+
+    report = fsdp_sim.simulate(program, 2, trace=True)
+
+    (ops,) = ops_by_step(report)
+    assert not [op for op in ops if op.kind is Kind.STREAM]
