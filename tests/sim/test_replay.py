@@ -86,9 +86,7 @@ def test_a_malformed_line_is_refused(line: str) -> None:
         ({"scheduler": "program_order"}, "explore draws schedules with pct or uniform"),
     ],
 )
-def test_a_search_with_wrong_arguments_is_refused(
-    options: dict[str, object], message: str
-) -> None:
+def test_a_search_with_wrong_arguments_is_refused(options: dict[str, object], message: str) -> None:
     """The error says what must hold."""
     with pytest.raises(fsdp_sim.ConfigError, match=message):
         fsdp_sim.explore(sum_of_ranks, 2, **options)  # type: ignore[arg-type]
