@@ -192,7 +192,9 @@ class _LocalStep:
             self._take_state(optimizer.state)
         self._public_params = [group["params"] for group in optimizer.param_groups]
         for group, runs in zip(optimizer.param_groups, self._runs, strict=True):
-            group["params"] = [run.plain for run in runs]
+            # Some fused kernels lose what is pending where the last tensor they meet is empty
+            # (TransformerEngine#3207), so empty ones come first.
+            group["params"] = sorted((run.plain for run in runs), key=_has_elements)
             for run in runs:
                 self._set_grad(run)
         self._public_state = optimizer.state
@@ -262,6 +264,10 @@ class _LocalStep:
                 elif key not in shown or not _shares_storage(shown[key], value):
                     shown[key] = _wrap_part(run.group, part, value)
         run.shown = dict(state)
+
+
+def _has_elements(plain: Tensor) -> bool:
+    return plain.numel() > 0
 
 
 def _held(optimizer: Optimizer) -> list[list[nn.Parameter]]:
