@@ -157,7 +157,10 @@ def local_rows(model: nn.Module, *, grads: bool = False) -> Tensors:
 
 
 def put_together(ranks: Sequence[Tensors], mesh: Sequence[int] = (2,)) -> Tensors:
-    """The whole tensors from all ranks' rows; replicas on an outer axis must agree bit by bit."""
+    """The whole tensors from all ranks' rows; replicas on an outer axis must agree bit by bit.
+
+    Integers are whole on every rank.
+    """
     shards = mesh[-1]
     replicas = [ranks[start : start + shards] for start in range(0, len(ranks), shards)]
     whole: list[Tensors] = [{} for _ in replicas]
@@ -166,6 +169,9 @@ def put_together(ranks: Sequence[Tensors], mesh: Sequence[int] = (2,)) -> Tensor
             rows = [rank[name] for rank in replica]
             present = [each for each in rows if each is not None]
             assert len(present) in (0, len(rows)), f"{name} is on some ranks only"
+            if present and not present[0].is_floating_point():
+                assert all(torch.equal(each, present[0]) for each in present), name
+                present = present[:1]
             tensors[name] = torch.cat(present) if present else None
     for tensors in whole[1:]:
         assert_equal(tensors, whole[0])

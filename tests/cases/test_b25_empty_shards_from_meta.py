@@ -1,0 +1,73 @@
+"""B25: fewer rows than ranks, built on the meta device."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fsdp_sim
+from fsdp_sim.program.model import fold
+from tests.cases.programs import Training, check_parity, integers, loss_of, shard
+
+
+class Cube(nn.Module):
+    """A weight [rows, 4, 4] of integers, which it writes itself."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, 4, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Write the integers."""
+        with torch.no_grad():
+            self.weight.copy_(integers(*self.weight.shape, start=3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the sum of all rows makes of `x` [1, 4], added to it."""
+        return fold(x + x @ self.weight.sum(0))
+
+
+def on_meta(rows: int, world_size: int) -> Training:
+    """One unit, which a sharded run builds on the meta device."""
+
+    def build() -> nn.Module:
+        if torch.distributed.is_initialized():
+            with torch.device("meta"):
+                return Cube(rows)
+        return Cube(rows)
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(integers(1, 4, start=rank + number)), rank).backward()
+
+    return Training(build, step, ("",), steps=2, mesh=(world_size,))
+
+
+def test_the_rank_without_rows_trains_along() -> None:
+    """pytorch#164554: it holds an empty shard, and nothing is left on the meta device."""
+
+    def program(rank: int) -> tuple[tuple[int, ...], bool]:
+        with torch.device("meta"):
+            model = Cube(1)
+        shard(model, "")
+        (parameter,) = model.parameters()
+        local = parameter.to_local()  # type: ignore[attr-defined]
+        return tuple(local.shape), any(each.is_meta for each in (parameter, local))
+
+    check_parity(on_meta(1, 2))
+
+    assert fsdp_sim.simulate(program, 2).results == [((1, 4, 4), False), ((0, 4, 4), False)]
+
+
+@given(st.integers(1, 4).flatmap(lambda w: st.tuples(st.integers(0, 2 * w + 1), st.just(w))))
+@settings(max_examples=10)
+def test_any_number_of_rows_on_any_number_of_ranks_has_parity(sizes: tuple[int, int]) -> None:
+    """From none to two for each rank and one more."""
+    check_parity(on_meta(*sizes))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 5, 6, 11])
+def test_five_ranks_have_parity(rows: int) -> None:
+    """A sum over five ranks is exact, and both runs divide it by five."""
+    check_parity(on_meta(rows, 5))
