@@ -959,14 +959,14 @@ class FsdpModule:
         with self.fsdp_unit.hidden_parameters(fn):
             return super()._apply(fn, recurse)  # type: ignore[misc]
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "FsdpModule":
+    def __reduce_ex__(self, _protocol: Any) -> Any:
         """Refuse: a copy would share streams and buffers with the original.
 
         Raises:
             StateError: always.
         """
         msg = (
-            f"a sharded {type(self).__name__} cannot be copied; build a second model, shard it and "
-            f"load_state_dict the first one's state, or copy the model before sharding"
+            f"a sharded {type(self).__name__} cannot be copied or pickled; build a second model, "
+            f"shard it and load_state_dict the first one's state, or copy the model before sharding"
         )
-        raise StateError(msg)
+        raise StateError(msg, fqn=self.fsdp_unit.fqn)
