@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
 from fsdp_core.parameter_group import living_group, owner_of
-from fsdp_core.torch_private import is_assigning_load, local_tensor
+from fsdp_core.torch_private import is_assigning_load, local_tensor, never_compiled
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
@@ -57,10 +57,12 @@ def _watch_gradient(unit: ShardedUnit, index: int) -> None:
         member.full.register_post_accumulate_grad_hook(hook)
 
 
+@never_compiled
 def _before_forward(module: nn.Module, _args: Any) -> None:
     unit_of(module).pre_forward(module)
 
 
+@never_compiled
 def _after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     use = unit_of(module).post_forward(module)
     if use is None:
@@ -96,6 +98,7 @@ def _is_input(tensor: Tensor, args: Any, kwargs: Any) -> bool:
     return any(tensor is each for each in args) or any(tensor is each for each in kwargs.values())
 
 
+@never_compiled
 def _before_backward(uses: list[Use], _grad: Tensor) -> None:
     for use in uses:
         unit = use.unit()
@@ -105,6 +108,7 @@ def _before_backward(uses: list[Use], _grad: Tensor) -> None:
         unit.pre_backward(use)
 
 
+@never_compiled
 def _after_gradient(unit: "weakref.ref[ShardedUnit]", index: int, _parameter: Tensor) -> None:
     living = unit()
     if living is not None:

@@ -7,11 +7,12 @@ file asks for a version.
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +39,8 @@ def check_torch_version(version: str) -> None:
         )
         raise ImportError(msg)
 
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # torch 2.12 renamed the two single-tensor collectives; the old names warn since then.
 _HAS_SINGLE_NAMES = hasattr(dist, "all_gather_single")
@@ -244,6 +247,20 @@ def wrap_instead(dtensor: Tensor, local: Tensor) -> None:
     """Let a DTensor wrap another tensor, which must be over the same memory."""
     assert isinstance(dtensor, DTensor)
     dtensor._local_tensor = local
+
+
+def never_compiled(function: Function) -> Function:
+    """Mark a function, and all that it calls, as one that torch.compile leaves as it is.
+
+    Why not `torch.compiler.disable`: it imports the compiler, which takes as long as PyTorch.
+    """
+    strategy = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP
+    )
+    plain: Any = function
+    eval_frame.set_code_exec_strategy(plain.__code__, strategy)
+    plain._torchdynamo_disable = True
+    return function
 
 
 def is_assigning_load(local_metadata: dict[str, Any]) -> bool:

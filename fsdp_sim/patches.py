@@ -612,10 +612,18 @@ def process_wide() -> Iterator[Patches]:
     for name, value in zip(_DISPATCH_FLAGS, get_dispatch_flags(), strict=True):
         if value is not MISSING:
             patches.replace(python_dispatch, name, value)
+    patches.on_exit(_forget_traced_functions)
     try:
         yield patches
     finally:
         patches.undo()
+
+
+def _forget_traced_functions() -> None:
+    """Let Dynamo look up again what it does with streams' functions: it remembers them by identity."""
+    dynamo = sys.modules.get("torch._dynamo.variables.torch")
+    if dynamo is not None:
+        dynamo.TorchInGraphFunctionVariable._get_handlers.cache_clear()
 
 
 original_resize = torch.UntypedStorage.resize_

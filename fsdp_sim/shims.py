@@ -32,7 +32,7 @@ def install(undo: patches.Patches) -> None:
 def _install_streams(undo: patches.Patches) -> None:
     """Give torch.cpu what torch.cuda has of streams, and hide CUDA."""
     stream_class, event_class = streams.stream_classes()
-    names = {
+    names: dict[str, Any] = {
         "Stream": stream_class,
         "Event": event_class,
         "StreamContext": streams.StreamContext,
@@ -47,7 +47,8 @@ def _install_streams(undo: patches.Patches) -> None:
     for name, value in names.items():
         undo.define(torch.cpu, name, value)
     for name in ("current_stream", "set_stream", "synchronize"):
-        undo.define(torch.accelerator, name, names[name])
+        # Another object: Dynamo takes functions of two modules to be two functions.
+        undo.define(torch.accelerator, name, functools.partial(names[name]))
     for name in ("Stream", "Event"):
         undo.replace(torch, name, names[name])
     undo.replace(torch.Tensor, "record_stream", streams.record_stream)

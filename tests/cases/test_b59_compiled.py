@@ -1,0 +1,61 @@
+"""B59: a compiled unit's layers are in compiled graphs, and nothing falls back in silence."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.cases.programs import (
+    Training,
+    batch,
+    check_parity,
+    fill,
+    gathered,
+    linear,
+    loss_of,
+    ops_by_step,
+    reduced,
+)
+
+STEPS = 5
+
+
+class Backend:
+    """Counts the linear layers in the graphs that it is given, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.linears: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        """Note one graph."""
+        nodes = [node for node in graph.graph.nodes if node.target is torch._C._nn.linear]
+        self.linears.append(len(nodes))
+        return graph.forward
+
+
+def training(compile_with: Backend | None, graphs: list[int]) -> Training:
+    """One unit of two layers; notes how many graphs there are after each step."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        if compile_with is not None and hasattr(model, "context") and number == 0:
+            model.compile(backend=compile_with)
+        (loss_of(model(batch(rank, number)), rank) / 16).backward()
+        if compile_with is not None:
+            graphs.append(len(compile_with.linears))
+
+    return Training(lambda: fill(nn.Sequential(linear(), linear())), step, ("",), STEPS, mesh=(1,))
+
+
+def test_the_layers_are_compiled_once_and_communicate_as_without() -> None:
+    """pytorch#174435, #167009: the hooks are left out of the graphs and break none."""
+    torch.compiler.reset()
+    backend, graphs = Backend(), []  # type: ignore[var-annotated]
+
+    compiled = check_parity(training(backend, graphs))
+    eager = check_parity(training(None, []))
+
+    assert backend.linears == [2]
+    assert graphs[:STEPS] == [1] * STEPS
+    for ops, others in zip(ops_by_step(compiled), ops_by_step(eager), strict=True):
+        assert gathered(ops) == gathered(others) == ["<root>", "<root>"]
+        assert reduced(ops) == reduced(others) == ["<root>"]
