@@ -99,6 +99,8 @@ def test_every_container_has_parity_and_comes_out_as_the_same_object(kind: str) 
     wrap, unwrap = WRAPS[kind]
 
     def step(model: nn.Module, rank: int, number: int) -> None:
+        front: Any
+        wrapping: Any
         front, wrapping = model.children()
         output = wrapping(front(batch(rank, number)))
         assert output is wrapping.returned
@@ -117,6 +119,8 @@ def test_an_output_without_tensors_passes_through(returned: Any) -> None:
     """And its unit rests, without a gradient."""
 
     def step(model: nn.Module, rank: int, number: int) -> None:
+        front: Any
+        wrapping: Any
         front, wrapping = model.children()
         y = front(batch(rank, number))
         assert wrapping(y) is returned
