@@ -118,6 +118,12 @@ class Memory:
         record.is_host = False
         self._alloc(record, tensor.untyped_storage().nbytes())
 
+    def to_host(self, tensor: torch.Tensor) -> None:
+        """A tensor turns out to be the host's: its memory is none of the device's any more."""
+        record = self.record_of(tensor)
+        self._free(record)
+        record.is_host = True
+
     def _track(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage._cdata
         record = StorageRecord(key, self._new_ordinal(), self._machine.current_stream_id())

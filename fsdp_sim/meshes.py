@@ -27,7 +27,7 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
         if machine is not None:
             patches.mark_mesh(self, _mark(machine, self))
             for tensor in patches.tensors_of_mesh(self):
-                machine.memory.record_of(tensor).is_host = True
+                machine.memory.to_host(tensor)
 
     return make
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_sim
 from tests.sim.programs import order_by_query, sum_of_ranks
@@ -48,6 +49,19 @@ def test_the_second_run_is_the_first_one_again() -> None:
     fsdp_sim.simulate(train, 2, scheduler="uniform", seed=3)
 
     assert facts(fsdp_sim.simulate(train, 2)) == first
+
+
+def test_what_pytorch_keeps_of_the_first_world_changes_nothing_in_the_second() -> None:
+    """A mesh that some cache of PyTorch holds lives longer than an equal one of a later world."""
+
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("only_here",))
+        full = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) * 2
+        return float(full.to_local().sum())
+
+    first, second = fsdp_sim.simulate(program, 2), fsdp_sim.simulate(program, 2)
+
+    assert facts(first) == facts(second)
 
 
 def test_a_random_schedule_is_repeated_by_its_seed_and_by_its_line() -> None:

@@ -147,7 +147,7 @@ def test_ranges_of_record_function_and_nvtx_label_what_is_issued_inside() -> Non
             torch.cuda.nvtx.range_pop()
             torch.ones(1)
         with (
-            pytest.raises(ValueError, match="^out$"),
+            pytest.raises(ValueError, match=r"^out$"),
             torch.profiler.record_function("fsdp_core::forward"),
         ):
             raise ValueError("out")
