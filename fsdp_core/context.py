@@ -471,12 +471,12 @@ class FsdpContext:
         """Follow a unit that was called out of order; warn once for each change of order."""
         order = self.execution_order
         position = unit.positions[phase]
+        # A backward whose forward came before an earlier backward begins where it is, too.
+        restarts = not order.position if phase is Phase.BACKWARD else not self.calls
         while (expected := order.peek()) and self._is_passed_over(expected, position):
             order.move_to(order.position + 1)
         if order.position == position:
             expected = None
-        # A backward whose forward came before an earlier backward begins where it is, too.
-        restarts = not order.position if phase is Phase.BACKWARD else not self.calls
         if expected is not None and not restarts and self._deviation is None:
             name = self._unit_of(expected.module).name
             self._deviation = (f"{name}, {expected.phase}", f"{unit.name}, {phase}")
