@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
