@@ -101,14 +101,15 @@ def draw_optimizer(draw: Draw) -> OptimizerSpec:
         return OptimizerSpec()
     kinds: tuple[OptimizerKind, ...] = ("sgd", "sgd", "adam", "adamw")
     kind = pick(draw, kinds)
-    # A fused kernel rounds the tail of a tensor unlike its body, and a shard has another tail.
+    momentum = pick(draw, (0.0, 0.5)) if kind == "sgd" else 0.0
+    # A fused kernel rounds the tail of a tensor unlike its body, and a shard has another tail; with
+    # momentum it fails (torch 2.13) where a parameter gets its first gradient later than others.
     implementations: tuple[Implementation, ...] = ("plain", "foreach", "fused")
-    implementation = pick(draw, implementations if kind == "sgd" else implementations[:2])
+    exact = kind == "sgd" and momentum == 0.0
+    implementation = pick(draw, implementations if exact else implementations[:2])
     decay = 0.5 if maybe(draw, 20) else 0.0
-    if kind == "sgd":
-        rate, momentum = pick(draw, (1.0, 0.5)), pick(draw, (0.0, 0.5))
-        return OptimizerSpec(kind, rate, momentum, decay, implementation)
-    return OptimizerSpec(kind, 0.5, 0.0, decay, implementation)
+    rate = pick(draw, (1.0, 0.5)) if kind == "sgd" else 0.5
+    return OptimizerSpec(kind, rate, momentum, decay, implementation)
 
 
 def optimizers() -> st.SearchStrategy[OptimizerSpec]:
