@@ -208,7 +208,7 @@ def _install_ranges(undo: patches.Patches) -> None:
     def push(self: Any) -> Any:
         machine = machines.current()
         if machine is None:
-            return enter(self)
+            return enter(self)  # type: ignore[no-untyped-call]
         machine.push_range(self.name)
         return self
 

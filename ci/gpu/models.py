@@ -1,6 +1,6 @@
 """The two models that are timed, and the ways of training them that are compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,7 @@ class Gpt(nn.Module):
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def _adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+def _adamw(parameters: Sequence[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
@@ -99,9 +99,9 @@ def unsharded_bf16(model: Gpt) -> Step:
 
 def floor(model: Gpt) -> Step:
     """Unsharded mixed precision: bf16 compute weights, fp32 main weights, fused AdamW on fp32."""
-    mains = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    mains: list[Tensor] = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
     model.to(torch.bfloat16)
-    weights = list(model.parameters())
+    weights: list[Tensor] = list(model.parameters())
     optimizer = _adamw(mains)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

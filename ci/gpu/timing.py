@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -42,12 +43,12 @@ def run(size_name: str, rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
     return table
 
 
-def _in_fresh_process(way: str, size_name: str) -> dict[str, object]:
+def _in_fresh_process(way: str, size_name: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "ci.gpu.timing", way, size_name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{way} failed:\n{done.stderr[-4000:]}")
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
@@ -82,6 +83,7 @@ def _measure(way: str, size_name: str) -> dict[str, object]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []
+    loss = torch.zeros(())
     for _ in range(BLOCKS):
         begin = time.perf_counter()
         for _ in range(STEPS_PER_BLOCK):

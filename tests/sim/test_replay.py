@@ -16,7 +16,7 @@ def test_exploring_finds_an_order_that_depends_on_a_query() -> None:
     with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
         fsdp_sim.explore(order_by_query, 2)
 
-    search = caught.value.exploration  # type: ignore[attr-defined]
+    search = caught.value.exploration
     assert ">" in search.schedule
     assert search.schedules <= 200
     assert len(search.decisions) == search.schedules

@@ -188,7 +188,7 @@ def test_a_wrong_argument_is_refused_before_anything_runs(
 ) -> None:
     """The error says what must hold and what was got; no rank has started."""
     ran: list[int] = []
-    arguments = {"fn": ran.append, "world_size": 4} | options
+    arguments: dict[str, Any] = {"fn": ran.append, "world_size": 4} | options
 
     with pytest.raises(fsdp_sim.ConfigError, match=re.escape(message)):
         fsdp_sim.simulate(**arguments)
