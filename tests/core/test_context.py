@@ -262,14 +262,17 @@ def test_the_microbatch_flag_is_restored_even_by_exceptions() -> None:
 
     def body() -> None:
         context = shard(linear(), "", mesh=(1,))
+        seen = []
         with fsdp_core.microbatch(context, is_last=False):
             with fsdp_core.microbatch(context, is_last=True):
-                assert context.is_last_microbatch
-            assert not context.is_last_microbatch
+                seen.append(context.is_last_microbatch)
+            seen.append(context.is_last_microbatch)
             with pytest.raises(StateError), fsdp_core.microbatch(context, is_last=True):
                 context.register_post_backward_hook()
-            assert not context.is_last_microbatch
-        assert context.is_last_microbatch
+            seen.append(context.is_last_microbatch)
+        seen.append(context.is_last_microbatch)
+
+        assert seen == [True, False, False, True]
 
     alone(body)
 
