@@ -1,0 +1,123 @@
+"""B64: an optimizer that needs whole matrices gathers each on one owner, and scatters the update."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fsdp_core
+import fsdp_sim
+from fsdp_core import FsdpMuon
+from fsdp_sim.op import Kind
+from tests.cases.programs import (
+    Tensors,
+    assert_equal,
+    fill,
+    integers,
+    local_rows,
+    put_together,
+    shard,
+)
+
+STEPS = 2
+Shapes = tuple[tuple[int, ...], ...]
+SHAPES: Shapes = ((5, 4), (1, 4), (3,))
+
+
+class Weights(nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        for number, shape in enumerate(shapes):
+            self.register_parameter(f"p{number}", nn.Parameter(torch.empty(shape)))
+
+    def forward(self, step: int) -> torch.Tensor:
+        """A loss whose gradients are small integers, the same on all ranks."""
+        terms = [
+            (parameter * integers(*parameter.shape, start=step + number)).sum()
+            for number, parameter in enumerate(self.parameters())
+        ]
+        return torch.stack(terms).sum()
+
+
+def optimizers_of(model: nn.Module, muon: Any) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, SGD for the vectors."""
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    vectors = [each for each in model.parameters() if each.dim() != 2]
+    optimizers: list[torch.optim.Optimizer] = [muon(matrices, lr=0.5, weight_decay=0.25)]
+    if vectors:
+        optimizers.append(torch.optim.SGD(vectors, lr=0.5))
+    return optimizers
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Tensors:
+    """A few steps."""
+    for number in range(STEPS):
+        model(number).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return local_rows(model)
+
+
+def sharded(rank: int, shapes: Shapes, world_size: int) -> tuple[Tensors, dict[int, int]]:
+    """Train on shards; return this rank's rows and who owns which matrix."""
+    model = fill(Weights(shapes))
+    shard(model, "", mesh=(world_size,))
+    muon, *others = optimizers_of(model, FsdpMuon)
+    assert isinstance(muon, FsdpMuon)
+    for other in others:
+        fsdp_core.fully_shard_optimizer(other)
+    rows = train(model, [muon, *others])
+    return rows, {index: owner for each in muon._buffers for index, owner in each.owners.items()}
+
+
+def check(shapes: Shapes, world_size: int) -> fsdp_sim.Report:
+    """The shards' weights have the unsharded ones' bits, and owners are as they must be."""
+    report = fsdp_sim.simulate(sharded, world_size, args=(shapes, world_size), trace=True)
+    rows = [each for each, _ in report.results]
+    owners = [each for _, each in report.results]
+
+    model = fill(Weights(shapes))
+    assert_equal(
+        put_together(rows, (world_size,)), train(model, optimizers_of(model, torch.optim.Muon))
+    )
+    assert owners == [owners[0]] * world_size
+    assert sorted(owners[0]) == [n for n, shape in enumerate(shapes) if len(shape) == 2]
+    for index, owner in owners[0].items():
+        held = rows[owner][f"p{index}"]
+        assert held is not None
+        assert held.numel() > 0
+    return report
+
+
+def messages(report: fsdp_sim.Report) -> list[str]:
+    """Names of the messages between two ranks."""
+    return [
+        op.name
+        for op in report.trace.all_ops()
+        if op.kind is Kind.COLLECTIVE and op.name in ("send", "recv")
+    ]
+
+
+def test_matrices_have_the_bits_of_the_unsharded_step_and_one_owner_each() -> None:
+    """NVIDIA/Megatron-LM#5533, #6425: rows (5, 4) and (1, 4) and a vector over 3 ranks."""
+    assert messages(check(SHAPES, 3))
+
+
+def test_a_matrix_that_lies_on_one_rank_is_not_sent() -> None:
+    """And ranks that hold nothing take part in all the rest."""
+    assert messages(check(((1, 4), (3,)), 3)) == []
+
+
+ROWS = st.integers(1, 6)
+
+
+@given(st.lists(st.tuples(ROWS, st.sampled_from([2, 4])), min_size=1, max_size=3).map(tuple))
+@settings(max_examples=4)
+def test_any_matrices_have_the_bits_of_the_unsharded_step(shapes: Shapes) -> None:
+    """Also more ranks than rows."""
+    check(shapes, 3)
