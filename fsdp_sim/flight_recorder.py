@@ -80,7 +80,8 @@ class _Recorder:
             is_message = call.name in _POINT_TO_POINT
             batch = call.batch if is_message else None
             if not is_message:
-                self._collectives[call.group_name] += 1
+                # As the run counted: a trace may begin anywhere, elsewhere on each rank.
+                self._collectives[call.group_name] = call.sequence + 1
             elif batch is None or self._batch_at(position - 1) != (call.group_name, batch):
                 self._messages[call.group_name] += 1
             yield self._entry(op, call, _profiling_name(op, call))
