@@ -14,7 +14,8 @@ SLOWEST_SHOWN = 10
 
 def checks(pytest_arguments: list[str]) -> dict[str, list[str]]:
     """Return the command of each check by name; pytest is last, so that its line closes the output."""
-    pytest = ["pytest", f"--numprocesses={PYTEST_PROCESSES}", f"--durations={SLOWEST_SHOWN}"]
+    spread = [f"--numprocesses={PYTEST_PROCESSES}", "--dist=worksteal"]
+    pytest = ["pytest", *spread, f"--durations={SLOWEST_SHOWN}"]
     return {
         "format": ["ruff", "format", "--check", "."],
         "lint": ["ruff", "check", "."],
