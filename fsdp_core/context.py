@@ -471,6 +471,8 @@ class FsdpContext:
         """Follow a unit that was called out of order; warn once for each change of order."""
         order = self.execution_order
         position = unit.positions[phase]
+        if order.position == position + 1:
+            return  # once more, right behind its own event: nothing else was passed over
         # A backward whose forward came before an earlier backward begins where it is, too.
         restarts = not order.position if phase is Phase.BACKWARD else not self.calls
         while (expected := order.peek()) and self._is_passed_over(expected, position):

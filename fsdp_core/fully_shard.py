@@ -154,6 +154,7 @@ def fully_shard(
     policy = schedule_policy or SchedulePolicy()
     _check_policy(policy, context)
     members, whole = _collect_members(modules)
+    _check_expectations(members, policy)
     spec = GroupSpec(
         axes=axes,
         placements=placements,
@@ -275,6 +276,23 @@ def _owners(
     said: dict[nn.Parameter, Any] = dict(context.parameter_to_owner or {})
     agree_on_owners([(member.fqn, said.get(member.full)) for member in members], axes)
     return {member.full: said[member.full] for member in members}
+
+
+def _check_expectations(members: Sequence[Member], policy: SchedulePolicy) -> None:
+    """Check that the gradients that a unit is to wait for can come."""
+    count = policy.grad_accumulation_count
+    if count and not any(member.full.requires_grad for member in members):
+        msg = (
+            f"grad_accumulation_count needs a trainable parameter in the unit, got {count} and none"
+        )
+        raise ConfigError(msg)
+    for member in members:
+        if member.is_delayed and len(member.slots) > 1:
+            msg = (
+                f"a parameter with a delayed gradient must have one place, got "
+                f"{[slot.fqn for slot in member.slots]}; untie them, or do not delay"
+            )
+            raise ConfigError(msg, fqn=member.fqn)
 
 
 def _stays_whole(fqn: str, parameter: nn.Parameter) -> bool:

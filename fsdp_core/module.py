@@ -948,7 +948,13 @@ class FsdpModule:
 
     def register_post_backward_hook(self, callback: Callable[[nn.Module], None]) -> None:
         """Have `callback` called with the unit's first module when a backward of it is over."""
-        self.fsdp_unit.callbacks.append(callback)
+        unit = self.fsdp_unit
+        if unit.policy.register_hooks or any(group.is_trainable for group in unit.groups):
+            unit.callbacks.append(callback)
+            return
+        # Nothing of the unit takes part in backward, so its module has to tell.
+        assert isinstance(self, nn.Module)
+        self.register_full_backward_hook(lambda module, _inputs, _outputs: callback(module))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - the signature of nn.Module
         """Move or convert what is not sharded; sharded parameters must stay as they are.
