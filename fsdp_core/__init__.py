@@ -18,6 +18,7 @@ Reading order is import order; each file imports only from those below it.
     gather_scatter.py     packed point-to-point of owners
     owner_planning.py     owner maps and plans (pure)
     dbuffer.py            DBuffer: flat distributed buffer; placement changes become collectives
+    uneven.py             DTensors whose rows lie elsewhere than DTensor's own arithmetic says
     collectives.py        the collectives of one mesh axis, on equal and unequal pieces
     layout_builder.py     packing algorithms (pure)
     layout.py             GlobalLayout, ranges (pure)

@@ -16,6 +16,7 @@ from fsdp_core.layout import GlobalLayout, Range, intersect_ranges, row_numel
 from fsdp_core.layout_builder import build_row_atomic_layout
 from fsdp_core.placement import check_placements, is_sharded, specialize
 from fsdp_core.torch_private import preserve_version
+from fsdp_core.uneven import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,21 +223,27 @@ class DBuffer:
         rows = part.numel // row_numel(shape)
         return Chunk((first,) + (0,) * (len(shape) - 1), (rows, *shape[1:]))
 
-    def get_dtensor(self, index: int) -> DTensor:
-        """Return this rank's rows of a tensor as a DTensor of its global shape.
+    def get_rows(self, index: int, fqn: str = "") -> Rows:
+        """Return this rank's rows of a tensor, and where they belong.
 
         The internal kinds of Shard become plain `Shard(0)`, so that nothing private leaks.
+
+        Args:
+            index: of the tensor.
+            fqn: what messages call it.
         """
-        local = self.get_tensor_view(index)
-        shape = torch.Size(self.layout.tensor_shapes[index])
-        return DTensor.from_local(
-            local,
-            self.axes.mesh,
-            [Shard(0) if is_sharded(each) else each for each in self.placements],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+        return Rows(
+            self.get_tensor_view(index),
+            self.axes,
+            tuple(Shard(0) if is_sharded(each) else each for each in self.placements),
+            self.layout.tensor_shapes[index],
+            self.get_tensor_chunk(index).offsets,
+            fqn or f"tensor {index}",
         )
+
+    def get_dtensor(self, index: int) -> DTensor:
+        """Return this rank's rows of a tensor as a DTensor of its global shape."""
+        return self.get_rows(index).as_dtensor()
 
     def copy_from(self, index: int, tensor: Tensor) -> None:
         """Copy this rank's part of a whole tensor into the buffer, on the current stream.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
 from fsdp_core.parameter_group import living_group, owner_of
-from fsdp_core.torch_private import is_assigning_load, local_tensor, never_compiled
+from fsdp_core.torch_private import is_assigning_load, never_compiled
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
@@ -179,7 +179,7 @@ def _after_save(
         value = state_dict.get(prefix + name)
         if owner is not None and isinstance(value, DTensor):
             group = living_group(owner)
-            group.describe(group.index_of(parameter), local_tensor(value))
+            group.describe(group.index_of(parameter), value)
 
 
 def guarded_methods(cls: type[nn.Module]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ module's original `Parameter`, a view of the gathered buffer, which autograd see
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
-from fsdp_core.torch_private import attach_chunk, local_tensor, version_of, wrap_instead
+from fsdp_core.torch_private import version_of, wrap_instead
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,12 @@ class ParameterGroup:
                 slot.registry[slot.name] = member.sharded
 
     def _make_sharded(self, index: int, member: Member) -> None:
-        local = self.main_weight.get_dtensor(index)
-        member.sharded = nn.Parameter(local, requires_grad=member.full.requires_grad)
+        rows = self.main_weight.get_rows(index, member.fqn)
+        member.sharded = nn.Parameter(rows.as_dtensor(), requires_grad=member.full.requires_grad)
         # What a Parameter wraps has a version counter of its own: writes to it must be seen.
-        wrap_instead(member.sharded, local_tensor(local))
-        if self._main_grad_dtype != local.dtype:
+        wrap_instead(member.sharded, rows.local)
+        self.describe(index, member.sharded)
+        if self._main_grad_dtype != rows.local.dtype:
             member.sharded.grad_dtype = self._main_grad_dtype
         for key, value in vars(member.full).items():
             setattr(member.sharded, key, value)
@@ -233,23 +234,13 @@ class ParameterGroup:
         Shapes:
             local: as this rank's rows of parameter `index`.
         """
-        template = self.members[index].sharded
-        assert isinstance(template, DTensor)
-        sharded = DTensor.from_local(
-            local,
-            template.device_mesh,
-            template.placements,
-            run_check=False,
-            shape=template.shape,
-            stride=template.stride(),
-        )
-        self.describe(index, local_tensor(sharded))
-        return sharded
+        rows = self.main_weight.get_rows(index, self.members[index].fqn)
+        return replace(rows, local=local).as_dtensor()
 
-    def describe(self, index: int, local: Tensor) -> None:
-        """Note on a local tensor which rows of parameter `index` it holds, for checkpoints."""
-        chunk = self.main_weight.get_tensor_chunk(index)
-        attach_chunk(local, chunk.offsets, chunk.sizes)
+    def describe(self, index: int, dtensor: Tensor) -> None:
+        """Note on a DTensor which rows of parameter `index` it holds."""
+        assert isinstance(dtensor, DTensor)
+        self.main_weight.get_rows(index, self.members[index].fqn).attach(dtensor)
 
     def gather_main_weight(self) -> DBuffer:
         """Return the whole main weights, gathered into a new buffer on the current stream."""
@@ -466,13 +457,19 @@ class ParameterGroup:
             self._bind_final()
             return
         if not self._window_grads:
-            self._window_grads = _dtensors(self._main_grad, len(self.members))
+            self._window_grads = self._grad_dtensors(self._main_grad)
         self._bind(self._window_grads)
 
     def _bind_final(self) -> None:
         if not self._sharded_grads:
-            self._sharded_grads = _dtensors(self._final_grad, len(self.members))
+            self._sharded_grads = self._grad_dtensors(self._final_grad)
         self._bind(self._sharded_grads)
+
+    def _grad_dtensors(self, buffer: DBuffer) -> tuple[DTensor, ...]:
+        return tuple(
+            buffer.get_rows(index, f"{member.fqn}.grad").as_dtensor()
+            for index, member in enumerate(self.members)
+        )
 
     def _bind(self, grads: Iterable[DTensor]) -> None:
         """Attach the gradients, each made once, to the sharded parameters."""
@@ -500,10 +497,6 @@ def _refuse_hook(_hook: object) -> NoReturn:
         "accumulated; use register_post_accumulate_grad_hook"
     )
     raise StateError(msg)
-
-
-def _dtensors(buffer: DBuffer, count: int) -> tuple[DTensor, ...]:
-    return tuple(buffer.get_dtensor(index) for index in range(count))
 
 
 def _build_layout(members: Sequence[Member], spec: GroupSpec) -> GlobalLayout:
