@@ -1,4 +1,4 @@
-"""Write the tree of README.md: the line of a module is the first sentence of its docstring."""
+"""Write the tree of README.md: a module's line is the start of its docstring, a page's its title."""
 
 import ast
 import subprocess
@@ -23,7 +23,6 @@ LINES = {
     "ci/demo": "first command: train a sharded model on simulated ranks, catch two bugs",
     "ci/setup.sh": "the virtual environment of both commands, made or reused",
     "ci/test": "second command: every check",
-    "docs/limits.md": "what the simulator cannot see",
     "fsdp_sim/corpus/": "programs that once failed, replayed by the tests",
     "pyproject.toml": "packaging, and the settings of every tool",
     "tests/": "tests/README.md says which test goes where",
@@ -77,7 +76,9 @@ def line_of(name: str) -> str:
     """
     if name in LINES:
         return LINES[name]
-    if name.endswith((".py", "/demo", "/test")):
+    if name.endswith(".md"):
+        return (ROOT / name).read_text().partition("\n")[0].removeprefix("# ")
+    if name.endswith(".py"):
         docstring = ast.get_docstring(ast.parse((ROOT / name).read_text()))
         if docstring:
             return docstring.split("\n\n")[0].replace("\n", " ").removesuffix(".")
