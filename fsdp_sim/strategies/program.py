@@ -122,7 +122,7 @@ def _programs(
 
 def _with_options(draw: Draw, model: ModuleSpec, axes: int, limits: _Limits) -> ModuleSpec:
     """Return ``model`` with a strategy and options for each unit; most programs have one strategy."""
-    allowed = _allowed(draw, axes, limits)
+    allowed = _allowed(axes, limits)
     common, each = pick(draw, allowed), maybe(draw, 20)
 
     def options(module: ModuleSpec) -> ModuleSpec:
@@ -136,11 +136,9 @@ def _with_options(draw: Draw, model: ModuleSpec, axes: int, limits: _Limits) -> 
     return options(model)
 
 
-def _allowed(draw: Draw, axes: int, limits: _Limits) -> tuple[Strategy, ...]:
+def _allowed(axes: int, limits: _Limits) -> tuple[Strategy, ...]:
     """Return the strategies to choose from on a mesh of so many axes, the simplest first."""
-    if limits.kinds is None and axes == 1 and maybe(draw, 14):
-        return ("tensor_atomic",)
-    wanted = limits.kinds or SIMPLEST_FIRST
+    wanted = limits.kinds or (*SIMPLEST_FIRST, "tensor_atomic")
     return tuple(kind for kind in wanted if kind in strategies(axes))
 
 

@@ -53,7 +53,7 @@ def steps(
     come up. A pass raises on all ranks, and never in the last step, so that recovery is seen. Calls differ
     between ranks only inside a unit that has a trainable weight of its own on the way: whether a *unit*
     takes part must be the same on all ranks. Under RECORDED every training pass is the same and has one
-    backward.
+    backward, and layers are frozen before the first step only.
 
     Args:
         model: the tree whose modules the steps call.
@@ -108,12 +108,20 @@ def draw_steps(
     same = _training_pass(draw, world) if recorded else None
     count = number(draw, 1, steps_max)
     return tuple(
-        _step(draw, world, same, exceptions=exceptions and left > 0)
-        for left in reversed(range(count))
+        _step(
+            draw,
+            world,
+            same,
+            exceptions=exceptions and place + 1 < count,
+            freezes=not recorded or place == 0,
+        )
+        for place in range(count)
     )
 
 
-def _step(draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool) -> StepSpec:
+def _step(
+    draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool, freezes: bool
+) -> StepSpec:
     microbatches = pick(draw, (1, 1, 1, 2, 2, 3))
     passes = [same or _training_pass(draw, world) for _ in range(microbatches)]
     if maybe(draw, 24):
@@ -123,7 +131,7 @@ def _step(draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool)
         passes[place] = _raising(draw, world, passes[place])
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
-    if not world.recorded and maybe(draw, 8):
+    if freezes and maybe(draw, 8):
         layer = pick(draw, [path for path, module in world.nodes.items() if module.layer])
         freeze, unfreeze = ((), (layer,)) if maybe(draw, 50) else ((layer,), ())
     return StepSpec(
@@ -132,7 +140,7 @@ def _step(draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool)
 
 
 def _training_pass(draw: Draw, world: _World) -> PassSpec:
-    calls = _calls(draw, world) if maybe(draw, 55) else ()
+    calls = _calls(draw, world) if maybe(draw, 70) else ()
     if not maybe(draw, 40):
         return PassSpec(calls=calls)
     forwards = number(draw, 1, 2)
@@ -142,7 +150,7 @@ def _training_pass(draw: Draw, world: _World) -> PassSpec:
 
 
 def _evaluation(draw: Draw, world: _World) -> PassSpec:
-    kinds: tuple[PassKind, ...] = ("no_grad", "inference", "enabled")
+    kinds: tuple[PassKind, ...] = ("no_grad", "inference", "enabled", "enabled")
     kind = pick(draw, kinds[:2] if world.recorded else kinds)
     return PassSpec(kind, calls=_calls(draw, world) if maybe(draw, 30) else ())
 
@@ -175,8 +183,8 @@ def _call(draw: Draw, world: _World, path: str) -> CallsSpec:
     count = len(world.nodes[path].children)
     length = number(draw, 0, count + 1)
     order = tuple(number(draw, 0, count - 1) for _ in range(length))
-    dropped = (number(draw, 0, length - 1),) if order and maybe(draw, 15) else ()
+    dropped = (number(draw, 0, length - 1),) if order and maybe(draw, 22) else ()
     ranks: tuple[int, ...] | None = None
-    if path in world.free and world.world_size > 1 and maybe(draw, 75):
+    if path in world.free and world.world_size > 1 and maybe(draw, 80):
         ranks = (number(draw, 0, world.world_size - 1),)
     return CallsSpec(path, order, dropped, ranks)
