@@ -1,0 +1,101 @@
+"""B28: microbatches that are not the last one save communication, and lose no gradient."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fsdp_core
+import fsdp_sim
+from fsdp_core import StateError
+from fsdp_sim.op import Kind
+from tests.cases.programs import HYBRID, begin_step, local_rows, ops_by_step, shard
+
+
+class Factor(nn.Module):
+    """A weight [4, 2], each element of which gets the factor as its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+
+    def forward(self, factor: float) -> Tensor:
+        """Return the sum of the weight times the factor."""
+        return (self.weight * factor).sum()
+
+
+def accumulate(rank: int, is_last: Sequence[bool]) -> Tensor:
+    """As many microbatches; the gradient of microbatch m is rank + 10 m on every element."""
+    model = Factor()
+    context = shard(model, "", mesh=(2, 2), placements=HYBRID)
+    begin_step(0)
+    for number, last in enumerate(is_last):
+        with fsdp_core.microbatch(context, is_last=last):
+            model(rank + 10.0 * number).backward()
+    gradient = local_rows(model, grads=True)["weight"]
+    assert gradient is not None
+    return gradient
+
+
+def expected(count: int) -> Tensor:
+    """The sum over microbatches of the mean over ranks, on this rank's two rows."""
+    return torch.full((2, 2), sum(1.5 + 10 * number for number in range(count)))
+
+
+def test_all_microbatches_reach_the_optimizer_and_the_outer_axis_is_reduced_once() -> None:
+    """NVIDIA/Megatron-LM#7186, accelerate#3760, #3762, cosmos-framework#161: 34.5, and not 21.5."""
+    report = fsdp_sim.simulate(accumulate, 4, args=((False, False, True),), trace=True)
+
+    assert all(torch.equal(gradient, torch.full((2, 2), 34.5)) for gradient in report.results)
+    for rank in range(4):
+        (ops,) = ops_by_step(report, rank)
+        calls = [op.call.name for op in ops if op.kind is Kind.COLLECTIVE and op.call]
+        assert calls.count("reduce_scatter") == 3
+        assert calls.count("all_reduce") == 1
+
+
+@given(st.lists(st.booleans(), max_size=3).map(lambda mask: (*mask, True)))
+@settings(max_examples=8)
+def test_any_microbatches_may_be_declared_last(is_last: tuple[bool, ...]) -> None:
+    """Each microbatch that is called the last one reduces once more; the sum is the same."""
+    report = fsdp_sim.simulate(accumulate, 4, args=(is_last,), trace=True)
+
+    for rank, gradient in enumerate(report.results):
+        assert torch.equal(gradient, expected(len(is_last)))
+        (ops,) = ops_by_step(report, rank)
+        calls = [op.call.name for op in ops if op.kind is Kind.COLLECTIVE and op.call]
+        assert calls.count("all_reduce") == is_last.count(True)
+
+
+def test_a_window_without_a_last_microbatch_is_refused_by_the_optimizer() -> None:
+    """Nothing was reduced over the outer axis: the message says which scope is missing."""
+
+    def program(rank: int) -> str:
+        model = Factor()
+        context = shard(model, "", mesh=(2, 2), placements=HYBRID)
+        optimizer = fsdp_core.fully_shard_optimizer(torch.optim.SGD(model.parameters()))
+        with fsdp_core.microbatch(context, is_last=False):
+            model(1.0).backward()
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        model(1.0).backward()
+        optimizer.step()
+        return str(caught.value)
+
+    for message in fsdp_sim.simulate(program, 4).results:
+        assert "run that backward inside microbatch(context, is_last=True)" in message
+
+
+def test_a_unit_has_no_empty_no_sync_to_be_mistaken_for_one() -> None:
+    """A request by another name is an error, not a scope that does nothing."""
+
+    def program(rank: int) -> None:
+        model = Factor()
+        shard(model, "")
+        with pytest.raises(AttributeError, match="no_sync"):
+            model.no_sync()
+
+    fsdp_sim.simulate(program, 2)
