@@ -8,7 +8,7 @@ run of shards that lie side by side in a unit's buffer and belong to one optimiz
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -217,9 +217,8 @@ class _LocalStep:
         """Step parameters one by one where only some of a run have gradients of their buffer."""
         for runs in self._runs:
             for run in tuple(runs):
-                if len(run.parts) > 1 and not _is_uniform(run):
-                    at = runs.index(run)
-                    runs[at : at + 1] = [_make_run(run.group, [part]) for part in run.parts]
+                if not _is_uniform(run):
+                    _split(runs, run)
                     self._public_state = None
 
     def _set_grad(self, run: _Run) -> None:
@@ -247,6 +246,10 @@ class _LocalStep:
         self._local_state = defaultdict(dict)
         for runs in self._runs:
             for run in tuple(runs):
+                if not _has_one_state(run, public):
+                    _split(runs, run)
+        for runs in self._runs:
+            for run in runs:
                 if any(part.parameter in public for part in run.parts):
                     self._local_state[run.plain] = _pack_state(run, public)
         self._public_state = public
@@ -380,6 +383,19 @@ def _grad_of(run: _Run) -> Tensor:
     return buffer.flat.narrow(0, base, run.plain.numel())
 
 
+def _split(runs: list[_Run], run: _Run) -> None:
+    """Step the parameters of a run one by one from now on."""
+    at = runs.index(run)
+    runs[at : at + 1] = [_make_run(run.group, [_unbased(part)]) for part in run.parts]
+
+
+def _unbased(part: _Part) -> _Part:
+    """Return a part with its place in the buffer instead of that in a run."""
+    if part.offset < 0:
+        return part
+    return replace(part, offset=int(part.local.storage_offset()))
+
+
 def _is_uniform(run: _Run) -> bool:
     """Whether all parts have the gradients of their buffer, or none has any."""
     grads = [part.parameter.grad for part in run.parts]
@@ -387,6 +403,23 @@ def _is_uniform(run: _Run) -> bool:
         return True
     bound = [run.group.bound_grad(part.index) for part in run.parts]
     return all(grad is ours for grad, ours in zip(grads, bound, strict=True))
+
+
+def _has_one_state(run: _Run, public: Any) -> bool:
+    """Whether the parts of a run have been stepped alike, so that one state serves them all."""
+    states = [public.get(part.parameter) for part in run.parts]
+    if not any(states):
+        return True
+    return all(states) and all(_scalars(state) == _scalars(states[0]) for state in states)
+
+
+def _scalars(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a parameter's state has beside sharded tensors, as plain values."""
+    return {
+        key: value.tolist() if isinstance(value, Tensor) else value
+        for key, value in state.items()
+        if not isinstance(value, DTensor)
+    }
 
 
 # --- state -----------------------------------------------------------------------------------------
@@ -428,7 +461,8 @@ def _pack_state(run: _Run, public: Any) -> dict[str, Any]:
     packed: dict[str, Any] = {}
     for key, value in states[0].items():
         if not isinstance(value, DTensor):
-            packed[key] = value
+            # A copy: a step counter that parameters share would be counted up by each of them.
+            packed[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         flat = torch.zeros_like(run.plain, dtype=value.dtype, requires_grad=False)
         for part, state in zip(run.parts, states, strict=True):

@@ -1,0 +1,431 @@
+"""fully_shard_optimizer: the bits of the unsharded step; what users see; what is refused."""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import fsdp_core
+from fsdp_core import ConfigError, MixedPrecisionPolicy
+from tests.cases.programs import (
+    ZERO_1,
+    Row,
+    assert_equal,
+    batch,
+    fill,
+    integers,
+    linear,
+    local_rows,
+    loss_of,
+    put_together,
+    shard,
+)
+from tests.core.worlds import on_simulated_ranks
+
+Make = Callable[[Iterable[Any]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+}
+
+
+def build() -> nn.Module:
+    """Two layers with biases, of which the second has fewer rows than ranks."""
+    return fill(nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 1)))
+
+
+def step(model: nn.Module, rank: int, number: int) -> None:
+    """One forward and backward."""
+    loss_of(model(batch(rank, number)), rank).backward()
+
+
+def parts(model: nn.Module) -> list[Any]:
+    """Weights and biases as two groups, of which the second has another learning rate."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [each for name, each in named if name.endswith("weight")]},
+        {"params": [each for name, each in named if name.endswith("bias")], "lr": 0.5},
+    ]
+
+
+def train(
+    make: Make,
+    body: Callable[[nn.Module, Optimizer, int, int], Optimizer],
+    *,
+    steps: int = 3,
+    **options: Any,
+) -> None:
+    """Train sharded on two ranks and unsharded by the same body, and compare all weights.
+
+    Args:
+        make: makes the optimizer from what `parts` gives.
+        body: one step of (model, optimizer, rank or -1 for all, number); returns the optimizer.
+        steps: how many.
+        options: of `shard`.
+    """
+
+    def sharded(rank: int) -> dict[str, Tensor | None]:
+        model = build()
+        shard(model, "0", "1", **options)
+        optimizer = fsdp_core.fully_shard_optimizer(make(parts(model)))
+        for number in range(steps):
+            optimizer = body(model, optimizer, rank, number)
+        return local_rows(model)
+
+    model = build()
+    optimizer = make(parts(model))
+    for number in range(steps):
+        optimizer = body(model, optimizer, -1, number)
+    expected = dict(model.named_parameters())
+    assert_equal(put_together(on_simulated_ranks(sharded, 2)), dict(expected))
+
+
+def backwards(model: nn.Module, rank: int, number: int) -> None:
+    """One rank's backward, or those of both, averaged."""
+    if rank >= 0:
+        step(model, rank, number)
+        return
+    for each in range(2):
+        (loss_of(model(batch(each, number)), each) / 2).backward()
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+    """Backward, step, zero_grad."""
+    backwards(model, rank, number)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_gives_the_bits_of_the_unsharded_one(name: str) -> None:
+    """Two groups with other learning rates, uneven and empty shards, three steps."""
+    train(OPTIMIZERS[name], plain_step)
+
+
+@pytest.mark.parametrize("name", ["SGD foreach", "AdamW foreach", "Adagrad"])
+def test_whole_weights_follow_updates_that_move_no_version_counter(name: str) -> None:
+    """Under ZeRO-1 the weights are gathered once a step, also behind fused and foreach updates."""
+    train(OPTIMIZERS[name], plain_step, placements=ZERO_1)
+
+
+def test_a_scheduler_made_behind_the_adapter_drives_the_learning_rate() -> None:
+    """PyTorch's schedulers wrap `step`; the groups they write are the ones that are stepped."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        if number == 0:
+            vars(model)["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        plain_step(model, optimizer, rank, number)
+        vars(model)["scheduler"].step()
+        return optimizer
+
+    train(OPTIMIZERS["AdamW"], body)
+
+
+def test_a_parameter_without_gradient_is_skipped_alone() -> None:
+    """Dropping one parameter's gradient splits its run; states go on from where they were."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        backwards(model, rank, number)
+        if number == 1:
+            model.get_parameter("0.bias").grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    train(lambda p: torch.optim.AdamW(joined(p), lr=0.1), body, steps=4)
+
+
+def joined(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
+    """All parameters of several groups."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def test_a_gradient_that_was_replaced_is_the_one_that_counts() -> None:
+    """Whoever assigns another tensor means it."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        backwards(model, rank, number)
+        weight = model.get_parameter("0.weight")
+        assert weight.grad is not None
+        weight.grad = weight.grad * 2
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    train(OPTIMIZERS["SGD"], body)
+
+
+def test_states_survive_a_round_trip_into_a_new_optimizer() -> None:
+    """Loading replaces the whole state; the next step goes on from it."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        plain_step(model, optimizer, rank, number)
+        state = deepcopy(optimizer.state_dict())
+        fresh = OPTIMIZERS["AdamW"](parts(model))
+        if rank >= 0:
+            fsdp_core.fully_shard_optimizer(fresh)
+        fresh.load_state_dict(state)
+        return fresh
+
+    train(OPTIMIZERS["AdamW"], body)
+
+
+def test_groups_may_be_added_later() -> None:
+    """Parameters of a new group are stepped from then on."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        if number == 1:
+            optimizer.add_param_group({"params": list(model.get_submodule("1").parameters())})
+        return plain_step(model, optimizer, rank, number)
+
+    train(lambda p: torch.optim.AdamW(joined(p)[0::2][:1] + joined(p)[2:3], lr=0.1), body)
+
+
+@pytest.mark.parametrize("precision_aware", [True, False])
+def test_gradients_of_another_dtype_are_cast_or_handed_on(*, precision_aware: bool) -> None:
+    """An optimizer that is not aware of precisions gets gradients of the weights' dtype."""
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+
+    def body(rank: int) -> Any:
+        shard(model := fill(linear()), "", mixed_precision_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
+        seen: list[torch.dtype] = []
+        optimizer.register_step_pre_hook(
+            lambda opt, _args, _kwargs: seen.extend(
+                each.grad.dtype for group in opt.param_groups for each in group["params"]
+            )
+        )
+        step(model, rank, 0)
+        optimizer.step()
+        return seen
+
+    (seen, _) = on_simulated_ranks(body, 2)
+    assert torch.bfloat16 in seen or not precision_aware
+
+
+# ---------------------------------------------------------------------- what users see
+
+
+def test_at_rest_groups_and_state_hold_sharded_parameters() -> None:
+    """Before, between and behind steps: DTensors of the global shape; scalars as they are."""
+
+    def body(rank: int) -> None:
+        shard(model := build(), "0", "1")
+        before = list(model.parameters())
+        optimizer = torch.optim.AdamW(before)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        shown: list[Any] = []
+        for number in range(2):
+            step(model, rank, number)
+            optimizer.step()
+            shown.append({id(p): optimizer.state[p]["exp_avg"] for p in before})
+            optimizer.zero_grad()
+        assert optimizer.param_groups[0]["params"] == before or all(
+            mine is theirs
+            for mine, theirs in zip(optimizer.param_groups[0]["params"], before, strict=True)
+        )
+        for parameter in before:
+            state = optimizer.state[parameter]
+            assert isinstance(state["exp_avg"], DTensor)
+            assert state["exp_avg"].shape == parameter.shape
+            assert state["step"].item() == 2
+        assert all(shown[0][key] is shown[1][key] for key in shown[0])
+
+    on_simulated_ranks(body, 2)
+
+
+def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
+    """Groups and state are put back, and the next step has parity."""
+
+    class Fails(torch.optim.SGD):
+        """Raises once."""
+
+        fail = True
+
+        def step(self, closure: Any = None) -> Any:
+            """Raise, or step."""
+            if self.fail:
+                self.fail = False
+                raise RuntimeError("planned")
+            return super().step(closure)
+
+    def body(rank: int) -> dict[str, Tensor | None]:
+        shard(model := fill(linear()), "")
+        optimizer = Fails(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer, elementwise=True)
+        held = optimizer.param_groups[0]["params"]
+        step(model, rank, 0)
+        with pytest.raises(RuntimeError, match=r"^planned$"):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] is held
+        optimizer.step()
+        return local_rows(model)
+
+    expected = fill(linear())
+    backwards(expected, -1, 0)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+    assert_equal(put_together(on_simulated_ranks(body, 2)), dict(expected.named_parameters()))
+
+
+def test_units_that_did_not_run_are_not_stepped() -> None:
+    """No gradient, no state, no weight decay: as PyTorch does without sharding."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        ranks = (rank,) if rank >= 0 else (0, 1)
+        for each in ranks:
+            y = model.get_submodule("1")(integers(1, 5, start=each + number))
+            (loss_of(y, each) / (1 if rank >= 0 else 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    train(OPTIMIZERS["SGD"], body)
+
+
+def test_gradients_may_be_scaled() -> None:
+    """GradScaler unscales shards, sees an overflow of one rank on all, and skips the step."""
+
+    def body(rank: int) -> tuple[list[float], dict[str, Tensor | None]]:
+        shard(model := fill(linear()), "")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        scales = []
+        for number in range(2):
+            loss = loss_of(model(batch(rank, number)), rank)
+            if number == 0 and rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+        return scales, local_rows(model)
+
+    results = on_simulated_ranks(body, 2)
+
+    expected = fill(linear())
+    backwards(expected, -1, 1)
+    torch.optim.SGD(expected.parameters(), lr=1.0).step()
+    assert [scales for scales, _ in results] == [[2.0, 2.0]] * 2
+    assert_equal(put_together([rows for _, rows in results]), dict(expected.named_parameters()))
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(make: Make, message: str, **options: Any) -> None:
+    """Check that an optimizer is refused with a message that begins so."""
+
+    def body() -> None:
+        shard(model := fill(linear()), "", mesh=(1,))
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.fully_shard_optimizer(make(model.parameters()), **options)
+        assert str(caught.value).startswith(message)
+
+    on_simulated_ranks(lambda _rank: body(), 1)
+
+
+class Unknown(torch.optim.SGD):
+    """An optimizer that nobody vouches for."""
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (torch.optim.Adafactor, "Adafactor: its update of an element depends on the whole tensor"),
+        (torch.optim.Muon, "Muon: its update of an element depends on the whole matrix; use F"),
+        (torch.optim.LBFGS, "LBFGS: it calls the model back during a step; use AdamW"),
+        (torch.optim.SparseAdam, "SparseAdam: it needs sparse gradients"),
+        (Unknown, "Unknown; if it does, pass elementwise=True"),
+    ],
+)
+def test_optimizers_that_look_at_more_than_an_element_are_refused(make: Make, advice: str) -> None:
+    """By name, with what to use instead."""
+    refused(make, f"an optimizer of shards must update each element by itself, got {advice}")
+
+
+def test_an_unknown_optimizer_may_be_vouched_for() -> None:
+    """With elementwise=True its steps have parity."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(linear()), "")
+        optimizer = Unknown(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer, elementwise=True)
+        step(model, rank, 0)
+        optimizer.step()
+
+    on_simulated_ranks(body, 2)
+
+
+def test_an_optimizer_is_adapted_once() -> None:
+    """A second time would adapt the adapter."""
+
+    def body() -> None:
+        shard(model := fill(linear()), "", mesh=(1,))
+        optimizer = torch.optim.SGD(model.parameters())
+        fsdp_core.fully_shard_optimizer(optimizer)
+        with pytest.raises(ConfigError, match=r"^an optimizer is made sharded once, got a SGD"):
+            fsdp_core.fully_shard_optimizer(optimizer)
+
+    on_simulated_ranks(lambda _rank: body(), 1)
+
+
+def test_a_closure_is_refused() -> None:
+    """Its gradients would come inside the step."""
+
+    def body() -> None:
+        shard(model := fill(linear()), "", mesh=(1,))
+        optimizer = torch.optim.SGD(model.parameters())
+        fsdp_core.fully_shard_optimizer(optimizer)
+        with pytest.raises(NotImplementedError, match=r"^step must be called without a closure"):
+            optimizer.step(lambda: 0.0)
+
+    on_simulated_ranks(lambda _rank: body(), 1)
+
+
+def test_parameters_of_no_unit_are_refused() -> None:
+    """Nobody would reduce their gradients; the error says where the first one is."""
+
+    def body() -> None:
+        shard(model := fill(Row("a", "b")), "a", mesh=(1,))
+        with pytest.raises(
+            ConfigError, match=r"in param_groups\[0\], number 1, that belongs to no"
+        ):
+            fsdp_core.fully_shard_optimizer(torch.optim.SGD(model.parameters()))
+
+    on_simulated_ranks(lambda _rank: body(), 1)
+
+
+def test_a_step_before_the_last_microbatch_is_refused() -> None:
+    """Under ZeRO-1 the gradients are not reduced yet."""
+
+    def body(rank: int) -> None:
+        context = shard(model := fill(linear()), "", placements=ZERO_1)
+        optimizer = torch.optim.SGD(model.parameters())
+        fsdp_core.fully_shard_optimizer(optimizer)
+        with fsdp_core.microbatch(context, is_last=False):
+            step(model, rank, 0)
+        with pytest.raises(RuntimeError, match=r"got none from a last microbatch"):
+            optimizer.step()
+
+    on_simulated_ranks(body, 2)
