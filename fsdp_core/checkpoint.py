@@ -164,7 +164,10 @@ def _find(target: Path) -> Path:
     for directory in (target, old):
         if (directory / MANIFEST).is_file() and (directory / METADATA).is_file():
             return directory
-    msg = f"no whole checkpoint in {str(target)!r}: it needs {MANIFEST} and {METADATA}"
+    msg = (
+        f"{str(target)!r} must hold a whole checkpoint, got no {MANIFEST} or no {METADATA} in it; "
+        f"pass a directory that save_checkpoint wrote"
+    )
     raise ConfigError(msg)
 
 
@@ -424,7 +427,10 @@ def _set_optimizer(
 def _set_options(group: dict[str, Any], options: list[dict[str, Any]]) -> None:
     """Take the saved options of a group's parameters, which must be the same."""
     if any(each != options[0] for each in options):
-        msg = "the parameters of one optimizer group must have been saved with the same options"
+        msg = (
+            "the parameters of one optimizer group must have been saved with the same options, got "
+            "different ones; split the group as it was when it was saved"
+        )
         raise ConfigError(msg)
     for key, value in (options[0] if options else {}).items():
         current = group.get(key)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_core import device as accelerator
@@ -259,7 +260,10 @@ class FsdpContext:
             StateError: the construction scope has ended.
         """
         if self._finalized:
-            msg = "units must be registered inside the construction scope, which has ended"
+            msg = (
+                "units must be registered inside the construction scope, got one after it ended; "
+                "shard all modules before leaving it"
+            )
             raise StateError(msg)
         self._registered[module] = unit
 
@@ -333,8 +337,11 @@ class FsdpContext:
         self.ensure_finalized()
         name = self._module_names.get(module)
         if name is None:
-            msg = f"module_name needs a unit of this context, got a {type(module).__name__}"
-            raise StateError(msg)
+            msg = (
+                f"module_name needs a unit of this context, got a {type(module).__name__}; pass a "
+                f"module that was sharded inside its scope"
+            )
+            raise self.located(StateError(msg))
         return name
 
     def ensure_finalized(self) -> None:
@@ -345,10 +352,11 @@ class FsdpContext:
         """
         if not self._finalized:
             msg = (
-                "a unit must not run inside the construction scope, or after one that raised; "
+                "a unit must not run inside the construction scope, or after one that raised, got a "
+                "call of it; "
                 "leave `with fully_shard_context()` first"
             )
-            raise StateError(msg)
+            raise self.located(StateError(msg))
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -448,7 +456,7 @@ class FsdpContext:
                 f"step {self.stats.steps}: RECORDED needs one backward call per pass, got another "
                 f"one that enters unit {unit.name!r}; add the losses, or use REGISTRATION"
             )
-            return StateError(msg, fqn=unit.fqn)
+            return self.located(StateError(msg, fqn=unit.fqn))
         expected = order.peek()
         before = [order.peek(-offset) for offset in range(min(position, LAST_EVENTS), 0, -1)]
         hint = "call context.reset() and repeat the recorded pass, or use REGISTRATION"
@@ -460,7 +468,7 @@ class FsdpContext:
             f"{self._describe(expected)}; before it came "
             f"[{', '.join(self._describe(each) for each in before)}]; {hint}"
         )
-        return StateError(msg, fqn=unit.fqn)
+        return self.located(StateError(msg, fqn=unit.fqn))
 
     def _describe(self, event: ExecutionEvent | None) -> str:
         if event is None:
@@ -570,10 +578,10 @@ class FsdpContext:
         """
         if not in_graph_task():
             msg = (
-                "register_post_backward_hook needs a running backward pass; drive a backward by "
-                "hand with context.post_backward() at its end"
+                "register_post_backward_hook needs a running backward pass, got a call outside one; "
+                "drive a backward by hand with context.post_backward() at its end"
             )
-            raise StateError(msg)
+            raise self.located(StateError(msg))
         queue_backward_callback(self.post_backward)
         self._note_backward()
 
@@ -611,19 +619,20 @@ class FsdpContext:
             if other is not unit and other.ref not in enclosing and other in self._open:
                 other.leave_section()
 
-    def validate_grad_sync(self) -> None:
+    def validate_grad_sync(self, unit: Unit | None = None) -> None:
         """Check that somebody will order the current stream after a reduction issued now.
 
         Raises:
             StateError: no completion is pending and the caller does not manage it.
         """
         if not self.caller_managed_grad_sync and not self._post_backward_hook_registered:
+            of_unit = "" if unit is None else f" of unit {unit.name!r}"
             msg = (
-                "a reduction must be issued inside a backward pass, got one after its end, which "
-                "nobody would wait for; use RuntimePolicy(caller_managed_grad_sync=True) and call "
-                "context.finish_grad_sync() behind the last gradient"
+                f"a reduction must be issued inside a backward pass, got one{of_unit} after its end, "
+                f"which nobody would wait for; use RuntimePolicy(caller_managed_grad_sync=True) and "
+                f"call context.finish_grad_sync() behind the last gradient"
             )
-            raise StateError(msg)
+            raise self.located(StateError(msg, fqn=None if unit is None else unit.fqn))
 
     def note_reduced(self, unit: Unit) -> None:
         """Note that a reduction of a unit was issued in this pass."""
@@ -668,7 +677,7 @@ class FsdpContext:
                 "the backward of a microbatch must run inside its scope, which is where the last "
                 "one is told from the others, got a scope around a forward alone; put both inside"
             )
-            raise StateError(msg)
+            raise self.located(StateError(msg))
         if self.is_last_microbatch:
             self._finish_windows()
             if not self.caller_managed_grad_sync:
@@ -761,7 +770,7 @@ class FsdpContext:
                 f"position {ended} of {len(order)}, expected {self._describe(expected)}; use "
                 f"REGISTRATION if passes differ"
             )
-            raise StateError(msg)
+            raise self.located(StateError(msg))
 
     def _freeze(self) -> None:
         """End recording, once the ranks have agreed that they ran the same pass."""
@@ -796,7 +805,14 @@ class FsdpContext:
             if unit in self._open:
                 unit.complete()
 
-    # -- recovery ----------------------------------------------------------------------------
+    # -- errors and recovery -----------------------------------------------------------------
+
+    def located(self, error: StateError) -> StateError:
+        """Say in a note on which rank and in which step something went wrong."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        window = "" if self.is_last_microbatch else ", not in the last microbatch of its window"
+        error.add_note(f"on rank {rank}, in step {self.stats.steps}{window}")
+        return error
 
     def reset(self) -> None:
         """Bring everything to rest after a pass that broke, and drop all gradients.

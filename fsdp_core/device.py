@@ -194,7 +194,7 @@ def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> 
     """
     check_symmetric_memory(device)
     if torch.is_inference_mode_enabled():
-        msg = "symmetric memory must be allocated outside torch.inference_mode; leave it first"
+        msg = "symmetric memory must be allocated outside torch.inference_mode, got a call inside; leave it"
         raise StateError(msg)
     return empty_symmetric(numel, dtype, device)
 

@@ -79,7 +79,10 @@ def fully_shard_context(
         msg = f"{name} is said by {_RENAMED[name]} now, got {name}={renamed[name]!r}"
         raise ConfigError(msg)
     if _active.get() is not None:
-        msg = "fully_shard_context must not be opened inside another one; leave that one first"
+        msg = (
+            "fully_shard_context must not be opened inside another one, got a second one; leave the "
+            "first one before"
+        )
         raise StateError(msg)
     context = FsdpContext(device, runtime_policy, parameter_to_owner, prefetch_order)
     token = _active.set(context)
@@ -144,7 +147,10 @@ def fully_shard(
     """
     context = _active.get()
     if context is None:
-        msg = "fully_shard must be called inside `with fully_shard_context()`"
+        msg = (
+            "fully_shard must be called inside `with fully_shard_context()`, got a call outside; "
+            "open one around the calls for all units"
+        )
         raise StateError(msg)
     modules = _check_modules(module)
     _check_divisor(grad_divisor)
@@ -304,7 +310,10 @@ def _stays_whole(fqn: str, parameter: nn.Parameter) -> bool:
     if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
         return False
     if parameter.requires_grad:
-        msg = f"parameter {fqn!r} of {parameter.dtype} must be frozen; call requires_grad_(False)"
+        msg = (
+            f"parameter {fqn!r} of {parameter.dtype} must be frozen, got one that requires a "
+            f"gradient; call requires_grad_(False)"
+        )
         raise ConfigError(msg, fqn=fqn)
     return True
 

@@ -103,7 +103,10 @@ def _before_backward(uses: list[Use], _grad: Tensor) -> None:
     for use in uses:
         unit = use.unit()
         if unit is None:
-            msg = "a model must live until its backward passes are over, but it was deleted"
+            msg = (
+                "a model must live until its backward passes are over, got one that was deleted; "
+                "keep a reference to it"
+            )
             raise StateError(msg)
         unit.pre_backward(use)
 

@@ -213,8 +213,14 @@ class ShardedUnit:
         return label
 
     def _change_phase(self, phase: Phase) -> None:
-        check_phase_change(self.fqn, self.phase, phase)
+        self._check_phase_change(phase)
         self.phase = phase
+
+    def _check_phase_change(self, phase: Phase) -> None:
+        try:
+            check_phase_change(self.fqn, self.phase, phase)
+        except StateError as error:
+            raise self.context.located(error) from None
 
     # -- weights -----------------------------------------------------------------------------
 
@@ -364,7 +370,7 @@ class ShardedUnit:
                     f"{self.name!r} from {before.dtype} on {before.device} to {after.dtype} on "
                     f"{after.device}; convert before fully_shard, or use MixedPrecisionPolicy"
                 )
-                raise StateError(msg, fqn=self.fqn)
+                raise self.context.located(StateError(msg, fqn=self.fqn))
         held = [(registry, name, registry[name]) for registry, name, _, _ in self._swaps]
         for registry, name, _ in held:
             registry[name] = None
@@ -404,7 +410,7 @@ class ShardedUnit:
                 f"a unit must be RESTING to be resharded by hand, got {self.phase.name} for "
                 f"{self.name!r}; it is resharded when that has ended"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
         if not self._holders:
             self._reshard()
 
@@ -418,10 +424,10 @@ class ShardedUnit:
             return
         if self.phase is not Phase.RESTING or self._holders:
             msg = (
-                f"{what} needs the sharded parameters, but the full ones of unit {self.name!r} are "
-                f"in use ({self.phase.name}); do it between passes, after reshard()"
+                f"{what} needs the sharded parameters, got the full ones of unit {self.name!r} in "
+                f"use ({self.phase.name}); do it between passes, after reshard()"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
         self._reshard()
 
     def prefetch_successors(self, phase: Phase) -> None:
@@ -462,7 +468,7 @@ class ShardedUnit:
     def _check_entry(self, module: nn.Module, *, recomputing: bool) -> None:
         entered_twice = any(call.module is module for call in self.context.calls)
         if entered_twice or (self.phase is Phase.BACKWARD and not recomputing):
-            check_phase_change(self.fqn, self.phase, Phase.FORWARD)
+            self._check_phase_change(Phase.FORWARD)
 
     def _begin_call(self, module: nn.Module, *, recomputing: bool) -> None:
         if self.phase is Phase.RESTING:
@@ -613,7 +619,7 @@ class ShardedUnit:
                 f"whose weights were written in between (a loaded state dict, an optimizer's step); "
                 f"run the forward again"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
         use.graph_task = task
         context = self.context
         context.begin_backward()
@@ -725,7 +731,7 @@ class ShardedUnit:
     def _reduce(self) -> None:
         """Reduce the gradients that have come; missing ones count as zeros."""
         context = self.context
-        context.validate_grad_sync()
+        context.validate_grad_sync(self)
         self._window.reduced = True
         groups = [group for group in self.groups if group.is_trainable]
         if not groups:
@@ -800,13 +806,13 @@ class ShardedUnit:
                 f"mid-flight with {window.count}/{window.expected}; run the backwards that are "
                 f"missing, or declare another grad_accumulation_count"
             )
-            raise StateValueError(msg, fqn=self.fqn)
+            raise self.context.located(StateValueError(msg, fqn=self.fqn))
         if any(group.awaits_finish for group in self.groups):
             msg = (
                 f"the gradients of unit {self.name!r} must be complete when they are used, got none "
                 f"from a last microbatch; run that backward inside microbatch(context, is_last=True)"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
         if self.phase is Phase.BACKWARD:
             missing = [
                 member.fqn
@@ -817,7 +823,7 @@ class ShardedUnit:
                 f"all gradients of unit {self.name!r} must have come before they are used, got "
                 f"none yet for {missing}; finish its backward first"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
         if self._has_full_gradients:
             held = [member.fqn for member in self.members if member.full.grad is not None]
             msg = (
@@ -825,7 +831,7 @@ class ShardedUnit:
                 f"unreduced ones for {held}; end a backward that is driven by hand with "
                 f"context.post_backward()"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
 
     # -- recovery ----------------------------------------------------------------------------
 
@@ -975,4 +981,4 @@ class FsdpModule:
             f"a sharded {type(self).__name__} cannot be copied or pickled; build a second model, "
             f"shard it and load_state_dict the first one's state, or copy the model before sharding"
         )
-        raise StateError(msg, fqn=self.fsdp_unit.fqn)
+        raise self.context.located(StateError(msg, fqn=self.fsdp_unit.fqn))

@@ -89,7 +89,10 @@ class FsdpMuon(Muon):
             StateError: some gradient is still to come.
         """
         if closure is not None:
-            msg = "step must be called without a closure: it would run inside the sharded step"
+            msg = (
+                "step must be called without a closure, got one, which would run inside the sharded "
+                "step; call it before"
+            )
             raise UnsupportedError(msg)
         options = {parameter: group for group in self.param_groups for parameter in group["params"]}
         complete_gradients(options)

@@ -155,7 +155,10 @@ class _ShardedOptimizer(Optimizer):
             StateError: some gradient is still to come.
         """
         if closure is not None:
-            msg = "step must be called without a closure: it would run inside the sharded step"
+            msg = (
+                "step must be called without a closure, got one, which would run inside the sharded "
+                "step; call it before"
+            )
             raise UnsupportedError(msg)
         adapter = self.fsdp_step
         adapter.begin(self)

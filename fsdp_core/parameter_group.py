@@ -558,6 +558,9 @@ def living_group(owner: Owner) -> ParameterGroup:
     """
     group = owner.group()
     if group is None:
-        msg = f"the model of parameter {owner.fqn!r} must be alive, but it was deleted"
+        msg = (
+            f"the model of parameter {owner.fqn!r} must be alive, got one that was deleted; keep a "
+            f"reference to it, or build another optimizer"
+        )
         raise StateError(msg, fqn=owner.fqn)
     return group

@@ -101,8 +101,8 @@ def test_a_load_inside_a_forward_is_refused() -> None:
         return messages[0]
 
     message = (
-        "loading a state dict needs the sharded parameters, but the full ones of unit '1' are "
-        "in use (FORWARD); do it between passes, after reshard()"
+        "loading a state dict needs the sharded parameters, got the full ones of unit '1' in use "
+        "(FORWARD); do it between passes, after reshard()"
     )
     assert fsdp_sim.simulate(program, 2).results == [message] * 2
 

@@ -124,7 +124,7 @@ def test_loading_a_state_dict_is_safe_without_hooks() -> None:
         assert isinstance(model, FsdpModule)
         state = {name: torch.full_like(each, 2) for name, each in model.state_dict().items()}
         model.unshard()
-        with pytest.raises(StateError, match="the full ones of unit '<root>' are in use"):
+        with pytest.raises(StateError, match="the full ones of unit '<root>' in use"):
             model.load_state_dict(state)
         model.reshard()
         model.load_state_dict(state)

@@ -372,7 +372,8 @@ def test_sharding_outside_a_scope_is_refused() -> None:
         lambda: refused(
             lambda: fsdp_core.fully_shard(linear(), mesh_of(1), SHARDED),
             StateError,
-            "fully_shard must be called inside `with fully_shard_context()`",
+            "fully_shard must be called inside `with fully_shard_context()`, got a call outside; "
+            "open one around the calls for all units",
         )
     )
 
