@@ -92,7 +92,7 @@ def _write_manifest(directory: Path) -> None:
     """Write the size and checksum of every file; each rank reads those that it wrote."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = {
-        path.name: [path.stat().st_size, _checksum(path)]
+        path.name: [path.stat().st_size, checksum(path)]
         for path in sorted(directory.iterdir())
         if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == METADATA)
     }
@@ -105,7 +105,8 @@ def _write_manifest(directory: Path) -> None:
     dist.barrier()
 
 
-def _checksum(path: Path) -> int:
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file, as the manifest has it."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_READ_NBYTES):
@@ -196,13 +197,13 @@ def _file_problem(directory: Path) -> str | None:
     if version != FORMAT:
         return f"format {version}, where this version reads {FORMAT}"
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for number, (name, (nbytes, checksum)) in enumerate(sorted(files.items())):
+    for number, (name, (nbytes, saved)) in enumerate(sorted(files.items())):
         path = directory / name
         if not path.is_file():
             return f"no file {name!r}"
         if path.stat().st_size != nbytes:
             return f"{path.stat().st_size} bytes in {name!r} instead of {nbytes}"
-        if number % world_size == rank and _checksum(path) != checksum:
+        if number % world_size == rank and checksum(path) != saved:
             return f"other contents in {name!r} than were saved"
     return None
 

@@ -1,0 +1,317 @@
+"""Checkpoints: whole or refused, no code run, full state dicts, safetensors."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fsdp_core
+from fsdp_core import ConfigError, Placements
+from fsdp_core import checkpoint as checkpoints
+from tests.cases.programs import (
+    SHARDED,
+    ZERO_1,
+    assert_equal,
+    batch,
+    fill,
+    local_rows,
+    loss_of,
+    put_together,
+    shard,
+)
+from tests.core.worlds import on_simulated_ranks
+
+
+class Tied(nn.Module):
+    """Three layers of uneven shapes, of which two share a weight, and a buffer."""
+
+    def __init__(self, rows: int = 5) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, rows), nn.Linear(rows, 2)
+        self.third = nn.Linear(2, rows, bias=False)
+        self.third.weight = self.first.weight
+        self.register_buffer("count", torch.tensor([7]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both ways."""
+        y: Tensor = self.second(self.first(x) + self.third(x))
+        return y
+
+
+def build(units: tuple[Any, ...] = ((("first", "third")), "second"), **options: Any) -> Any:
+    """A sharded model and its optimizer."""
+    model = fill(Tied())
+    context = shard(model, *units, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.5, 0.75))
+    fsdp_core.fully_shard_optimizer(optimizer)
+    return model, optimizer, context
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Train on one batch for all ranks, so that every world size gives the same gradients."""
+    for number in steps:
+        loss_of(model(batch(0, number)), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(directory: Path, steps: int = 2) -> dict[str, Tensor | None]:
+    """Train and save on two ranks, train one step more; return the weights."""
+
+    def body(_rank: int) -> dict[str, Tensor | None]:
+        model, optimizer, _ = build()
+        train(model, optimizer, range(steps))
+        fsdp_core.save_checkpoint(model, optimizer, str(directory))
+        train(model, optimizer, range(steps, steps + 1))
+        return local_rows(model)
+
+    return put_together(on_simulated_ranks(body, 2))
+
+
+def load(directory: Path, **options: Any) -> list[dict[str, Tensor | None]]:
+    """Load on two ranks over other weights, train a step; return the weights of each rank."""
+
+    def body(_rank: int) -> dict[str, Tensor | None]:
+        model, optimizer, _ = build(**options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(9.0)
+        fsdp_core.load_checkpoint(model, optimizer, str(directory))
+        assert model.count.item() == 7
+        train(model, optimizer, range(2, 3))
+        return local_rows(model)
+
+    return on_simulated_ranks(body, 2)
+
+
+def test_training_goes_on_with_other_unit_boundaries(tmp_path: Path) -> None:
+    """Names and shapes are all that must agree."""
+    expected = save(tmp_path / "saved")
+    loaded = load(tmp_path / "saved", units=(("first", "third", "second"),))
+
+    assert_equal(put_together(loaded), expected)
+
+
+@pytest.mark.parametrize("placements", [SHARDED, ZERO_1])
+def test_training_goes_on_with_other_placements(tmp_path: Path, placements: Placements) -> None:
+    """Whatever the shards were, the next step gives the same bits."""
+    expected = save(tmp_path / "saved")
+
+    assert_equal(put_together(load(tmp_path / "saved", placements=placements)), expected)
+
+
+def test_a_second_save_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    """Nothing but the new checkpoint is left."""
+    save(tmp_path / "saved", steps=1)
+    expected = save(tmp_path / "saved")
+
+    assert_equal(put_together(load(tmp_path / "saved")), expected)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["saved"]
+
+
+def test_a_save_that_dies_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """Half a directory beside it is never taken for a checkpoint."""
+    expected = save(tmp_path / "saved")
+
+    class Dies:
+        """A value that cannot be saved."""
+
+    def body(_rank: int) -> None:
+        model, optimizer, _ = build()
+        train(model, optimizer, range(3))
+        optimizer.param_groups[0]["extra"] = Dies()
+        with pytest.raises(
+            ConfigError, match=r"^'optimizer.options' must be a tensor or what JSON"
+        ):
+            fsdp_core.save_checkpoint(model, optimizer, str(tmp_path / "saved"))
+
+    on_simulated_ranks(body, 2)
+    (tmp_path / "saved.partial").mkdir()
+    (tmp_path / "saved.partial" / ".metadata").write_bytes(b"half")
+
+    assert_equal(put_together(load(tmp_path / "saved")), expected)
+
+
+def test_a_save_that_died_between_two_renames_is_loaded_from_the_old_name(tmp_path: Path) -> None:
+    """The previous checkpoint was moved away, the new one is not in its place yet."""
+    expected = save(tmp_path / "saved")
+    (tmp_path / "saved").rename(tmp_path / "saved.old")
+
+    assert_equal(put_together(load(tmp_path / "saved")), expected)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def damage(directory: Path, how: str) -> None:
+    """Damage one file of a checkpoint."""
+    victim = sorted(directory.glob("__*.distcp"))[0]
+    if how == "missing":
+        victim.unlink()
+    elif how == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif how == "changed":
+        contents = bytearray(victim.read_bytes())
+        contents[len(contents) // 2] ^= 1
+        victim.write_bytes(bytes(contents))
+    elif how == "manifest":
+        (directory / checkpoints.MANIFEST).write_text("{")
+    else:
+        manifest = json.loads((directory / checkpoints.MANIFEST).read_text())
+        manifest["format"] = 99
+        (directory / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+
+
+def refused(
+    directory: Path, message: str, prepare: Callable[[nn.Module], None] | None = None
+) -> None:
+    """Check that loading raises with this text on every rank, and changes nothing."""
+
+    def body(_rank: int) -> str:
+        model, optimizer, _ = build()
+        if prepare is not None:
+            prepare(model)
+        before = local_rows(model)
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.load_checkpoint(model, optimizer, str(directory))
+        assert_equal(local_rows(model), before)
+        assert not optimizer.state
+        return str(caught.value)
+
+    for text in on_simulated_ranks(body, 2):
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "no file '__0_0.distcp'; nothing was loaded"),
+        ("truncated", "in '__0_0.distcp' instead of "),
+        ("changed", "other contents in '__0_0.distcp' than were saved; nothing was loaded"),
+        ("manifest", "a manifest.json that cannot be read; nothing was loaded"),
+        ("format", "format 99, where this version reads 1; nothing was loaded"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
+    tmp_path: Path, how: str, message: str
+) -> None:
+    """On every rank, whichever of them read that file."""
+    save(tmp_path / "saved")
+    damage(tmp_path / "saved", how)
+
+    refused(tmp_path / "saved", message)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A directory without a manifest was not written by a save that ended."""
+    refused(tmp_path, "no whole checkpoint in ")
+
+
+def test_missing_extra_and_wrongly_shaped_entries_are_refused(tmp_path: Path) -> None:
+    """By their names; nothing is loaded."""
+    save(tmp_path / "saved")
+
+    def add(model: nn.Module) -> None:
+        model.register_buffer("more", torch.ones(1))
+
+    def drop(model: nn.Module) -> None:
+        del model.count
+
+    def grow(model: nn.Module) -> None:
+        model.register_buffer("count", torch.ones(3))
+
+    refused(tmp_path / "saved", "lacks 1: 'more'; nothing was loaded", add)
+    refused(tmp_path / "saved", "has, but the model lacks, 1: 'count'; nothing was loaded", drop)
+    refused(tmp_path / "saved", "'count' in the checkpoint in ", grow)
+
+
+class Bomb:
+    """A pickle that would leave a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        """Call os.mkdir when it is loaded."""
+        return os.mkdir, (str(self.path),)
+
+
+def test_loading_runs_no_code_of_the_file(tmp_path: Path) -> None:
+    """Metadata that names anything else than its own classes is refused, not run."""
+    save(tmp_path / "saved")
+    path = tmp_path / "saved" / checkpoints.METADATA
+    path.write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
+    manifest = json.loads((tmp_path / "saved" / checkpoints.MANIFEST).read_text())
+    manifest["files"][checkpoints.METADATA] = [
+        path.stat().st_size,
+        checkpoints.checksum(path),
+    ]
+    (tmp_path / "saved" / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+
+    refused(tmp_path / "saved", "mkdir is no part of checkpoint metadata")
+    assert not (tmp_path / "harm").exists()
+
+
+# ---------------------------------------------------------------------- whole models
+
+
+def test_a_full_state_dict_goes_out_and_in(tmp_path: Path) -> None:
+    """Rank 0 alone holds it, on the CPU; loading it elsewhere gives the same model."""
+
+    def out(_rank: int) -> dict[str, Tensor]:
+        model, _, _ = build()
+        return checkpoints.full_state_dict(model)
+
+    def back(rank: int) -> dict[str, Tensor]:
+        model, _, _ = build(units=(("first", "third", "second"),), mesh=(3,))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(9.0)
+        checkpoints.load_full_state_dict(model, whole if rank == 0 else None)
+        return checkpoints.full_state_dict(model)
+
+    whole, empty = on_simulated_ranks(out, 2)
+    again = on_simulated_ranks(back, 3)[0]
+
+    expected = dict(fill(Tied()).state_dict())
+    assert empty == {}
+    assert_equal(dict(whole), expected)
+    assert_equal(dict(again), expected)
+
+
+def test_a_full_state_dict_with_other_entries_is_refused_on_every_rank() -> None:
+    """Ranks that hold nothing raise what rank 0 found."""
+
+    def body(rank: int) -> str:
+        model, _, _ = build()
+        wrong = {"first.weight": torch.ones(5, 2)} if rank == 0 else None
+        with pytest.raises(ConfigError) as caught:
+            checkpoints.load_full_state_dict(model, wrong)
+        return str(caught.value)
+
+    messages = on_simulated_ranks(body, 2)
+
+    assert messages[0] == messages[1]
+    assert "got none for 'count', 'first.bias', 'second.weight', 'second.bias'" in messages[0]
+
+
+def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
+    """One file with every name, tied ones too."""
+
+    def body(_rank: int) -> None:
+        model, _, _ = build()
+        checkpoints.export_safetensors(model, tmp_path / "model.safetensors")
+
+    on_simulated_ranks(body, 2)
+
+    expected = dict(fill(Tied()).state_dict())
+    got = load_file(tmp_path / "model.safetensors")
+    assert_equal({name: got[name] for name in expected}, expected)
+    assert sorted(got) == sorted(expected)
