@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from fsdp_sim.checkers.batches import Batches
 from fsdp_sim.checkers.capture import Capture
 from fsdp_sim.checkers.checker import Checker
 from fsdp_sim.checkers.collective_match import CollectiveMatch
@@ -20,6 +21,7 @@ CHECKERS: dict[str, Callable[[Words], Checker]] = {
     "races": Races,
     "lifetime": Lifetime,
     "collective_match": CollectiveMatch,
+    "batches": Batches,
     "liveness": Liveness,
     "capture": Capture,
     "rest": Rest,

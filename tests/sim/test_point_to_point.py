@@ -199,6 +199,35 @@ def test_reading_a_message_before_its_wait_is_a_race(is_batched: bool) -> None:
         fsdp_sim.simulate(program, 2)
 
 
+def test_receiving_into_what_the_same_batch_sends_is_a_race() -> None:
+    """All operations of a batch run at once, whatever their order in the list."""
+
+    def program(rank: int, *, shares: bool) -> float:
+        mine = torch.full((2,), float(rank))
+        got = mine if shares else torch.empty(2)
+        exchange([(mine, 1 - rank)], [(got, 1 - rank)])
+        return got.sum().item()
+
+    assert fsdp_sim.simulate(lambda rank: program(rank, shares=False), 2).results == [2.0, 0.0]
+    with pytest.raises(fsdp_sim.Race, match="of one batch run at once"):
+        fsdp_sim.simulate(lambda rank: program(rank, shares=True), 2)
+
+
+def test_a_batch_may_send_one_buffer_twice_and_fill_halves_of_another() -> None:
+    """Two readers do not collide, nor do disjoint bytes."""
+
+    def program(rank: int) -> list[float]:
+        mine, got = torch.full((1,), float(rank)), torch.empty(2)
+        others = [(rank + 1) % 3, (rank + 2) % 3]
+        exchange(
+            [(mine, other) for other in others],
+            [(got[index : index + 1], other) for index, other in enumerate(others)],
+        )
+        return got.tolist()
+
+    assert fsdp_sim.simulate(program, 3).results == [[1.0, 2.0], [2.0, 0.0], [0.0, 1.0]]
+
+
 def test_receiving_from_anybody_is_refused() -> None:
     """NCCL cannot."""
 
