@@ -98,17 +98,22 @@ def reductions(model: nn.Module) -> int:
     return model.context.stats.reductions
 
 
+def phase_of(module: nn.Module) -> Phase:
+    """What a unit is doing."""
+    assert isinstance(module, FsdpModule)
+    return module.phase
+
+
 def test_the_unit_waits_and_its_reduction_comes_with_the_late_gradient() -> None:
     """NVIDIA/Megatron-LM#6697, #6693: never a reduction of a gradient that is not there."""
 
     def program(rank: int) -> Tensors:
         model = sharded(MANAGED)
         loss_of(model(batch(rank)), rank).backward()
-        assert isinstance(model.delayed, FsdpModule)
-        assert model.delayed.phase is Phase.BACKWARD
+        assert phase_of(model.delayed) is Phase.BACKWARD
         assert reductions(model) == 2
         model.delayed.backward_dw()
-        assert model.delayed.phase is Phase.RESTING
+        assert phase_of(model.delayed) is Phase.RESTING
         assert reductions(model) == 3
         model.context.finish_grad_sync()  # type: ignore[union-attr, operator]
         return local_rows(model, grads=True)

@@ -32,7 +32,8 @@ def text_of(node: ast.expr) -> str:
             return "".join(map(text_of, values))
         case ast.BinOp(left=left, right=right):
             return text_of(left) + text_of(right)
-    return f"{{{ast.unparse(node)}}}"
+        case _:
+            return f"{{{ast.unparse(node)}}}"
 
 
 def messages() -> Iterator[tuple[str, str, str]]:

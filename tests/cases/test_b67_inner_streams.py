@@ -25,16 +25,15 @@ def pipeline(rank: int, guards: tuple[str, ...]) -> float:
         whole = torch.stack(parts)
         return whole, dist.all_gather(list(whole), shards[unit], async_op=True)
 
-    ahead = gather(0)
+    whole, work = gather(0)
     for unit in range(UNITS):
-        whole, work = ahead
         if guards[unit] == "wait":
             work.wait()
         elif guards[unit] == "host":
             cpu.synchronize()
-        if unit + 1 < UNITS:
-            ahead = gather(unit + 1)
+        ahead = gather(unit + 1) if unit + 1 < UNITS else (whole, work)
         total = total + whole.sum()
+        whole, work = ahead
     work.wait()
     return total.item()
 
