@@ -32,7 +32,7 @@ Cost = Callable[[Sequence[int]], int]
 
 
 @dataclass(frozen=True)
-class _Buffer:
+class Buffer:
     """The matrices of one parameter group.
 
     Attributes:
@@ -74,9 +74,9 @@ class FsdpMuon(Muon):
 
     def __init__(self, params: Any, *, cost: Cost = orthogonalization_cost, **options: Any) -> None:
         super().__init__(params, **options)
-        self._buffers = _assign(self, cost)
+        self.buffers = _assign(self, cost)
         self._plans: dict[tuple[int, tuple[int, ...]], OwnerPlan] = {}
-        if any(each.process_group is None for each in self._buffers):
+        if any(each.process_group is None for each in self.buffers):
             # On NCCL the first point-to-point of a communicator needs all its ranks.
             dist.barrier()
 
@@ -96,7 +96,7 @@ class FsdpMuon(Muon):
             raise UnsupportedError(msg)
         options = {parameter: group for group in self.param_groups for parameter in group["params"]}
         complete_gradients(options)
-        for number, buffer in enumerate(self._buffers):
+        for number, buffer in enumerate(self.buffers):
             indices = tuple(
                 index for index, each in buffer.parameters.items() if each.grad is not None
             )
@@ -106,7 +106,7 @@ class FsdpMuon(Muon):
     def _step_buffer(
         self,
         number: int,
-        buffer: _Buffer,
+        buffer: Buffer,
         indices: tuple[int, ...],
         options: dict[nn.Parameter, dict[str, Any]],
     ) -> None:
@@ -115,7 +115,8 @@ class FsdpMuon(Muon):
         if plan is None:
             plan = self._plans[number, indices] = buffer.plan(indices)
         said = {index: options[buffer.parameters[index]] for index in indices}
-        momenta = {index: self._follow_momentum(buffer, index, said[index]) for index in plan.held}
+        directions = {index: self._follow_momentum(buffer, index, said[index]) for index in indices}
+        momenta = {index: directions[index] for index in plan.held}
         wholes = gather_to_owners(plan, momenta, buffer.process_group)
         updates = {
             index: orthogonalize(
@@ -135,7 +136,7 @@ class FsdpMuon(Muon):
             self._apply(buffer, index, update, said[index])
         buffer.group.mark_written()
 
-    def _follow_momentum(self, buffer: _Buffer, index: int, options: dict[str, Any]) -> Tensor:
+    def _follow_momentum(self, buffer: Buffer, index: int, options: dict[str, Any]) -> Tensor:
         """Move the momentum by this step's gradient; return what is to be orthogonalised."""
         parameter = buffer.parameters[index]
         assert parameter.grad is not None
@@ -147,7 +148,7 @@ class FsdpMuon(Muon):
         momentum.lerp_(grad, 1 - options["momentum"])
         return grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
 
-    def _apply(self, buffer: _Buffer, index: int, update: Tensor, options: dict[str, Any]) -> None:
+    def _apply(self, buffer: Buffer, index: int, update: Tensor, options: dict[str, Any]) -> None:
         local = buffer.group.main_weight.get_tensor_view(index)
         lr, parameter = float(options["lr"]), buffer.parameters[index]
         local.mul_(1 - lr * options["weight_decay"])
@@ -155,7 +156,7 @@ class FsdpMuon(Muon):
         local.add_(update, alpha=-adjusted)
 
 
-def _assign(optimizer: FsdpMuon, cost: Cost) -> list[_Buffer]:
+def _assign(optimizer: FsdpMuon, cost: Cost) -> list[Buffer]:
     """Choose the owner of each matrix, buffer by buffer."""
     by_group: dict[ParameterGroup, dict[int, nn.Parameter]] = {}
     for position, group in enumerate(optimizer.param_groups):
@@ -177,7 +178,7 @@ def _assign(optimizer: FsdpMuon, cost: Cost) -> list[_Buffer]:
         )
         load = dict(assignment.load)
         ordered = {index: parameters[index] for index in sorted(parameters)}
-        buffers.append(_Buffer(found, ordered, dict(assignment.owners), _process_group(found)))
+        buffers.append(Buffer(found, ordered, dict(assignment.owners), _process_group(found)))
     return buffers
 
 

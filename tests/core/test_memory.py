@@ -1,0 +1,150 @@
+"""Memory: what stays between passes, and how many full buffers a backward has at a time."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import fsdp_sim
+from fsdp_core import FsdpModule, MixedPrecisionPolicy, Placements, RuntimePolicy
+from fsdp_core.parameter_group import ParameterGroup
+from fsdp_sim.analysis import analyse
+from fsdp_sim.checkers import make as make_checkers
+from fsdp_sim.checkers.memory_peak import MemoryPeak
+from tests.cases.programs import Row, assert_resting, batch, fill, linear, loss_of, shard
+from tests.core.worlds import on_simulated_ranks
+
+R, P, S = Replicate(), Partial("avg"), Shard(0)
+ZERO_1 = Placements((0,), (R,), (P,), (S,))
+ZERO_2 = Placements((0,), (R,), (S,), (S,))
+ZERO_3 = Placements((0,), (S,), (S,), (S,))
+
+
+def group_of(module: nn.Module) -> ParameterGroup:
+    """The only parameter group of a unit."""
+    assert isinstance(module, FsdpModule)
+    (group,) = module.fsdp_unit.groups
+    return group
+
+
+def storages(group: ParameterGroup) -> dict[int, int]:
+    """Bytes of each storage that a group's buffers hold, by address."""
+    buffers = [group.main_weight, group.full_weight, group.final_grad]
+    found = {}
+    for buffer in buffers:
+        storage = buffer.flat.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("placements", "compute", "nbytes"),
+    [
+        # 8 rows of 2 over 2 ranks: a shard is 8 elements, the whole is 16.
+        (ZERO_3, None, [32, 32]),  # main weight, main gradient
+        (ZERO_3, torch.bfloat16, [32, 32]),  # compute weights exist while they are used only
+        (ZERO_2, None, [32, 64]),  # gradient shard, whole weights that the main ones are part of
+        (ZERO_1, None, [64, 64]),  # whole gradients, whole weights
+        (ZERO_1, torch.bfloat16, [32, 32, 64]),  # main shard, whole bf16 weights, whole gradients
+    ],
+)
+def test_what_stays_between_passes(
+    placements: Placements, compute: torch.dtype | None, nbytes: list[int]
+) -> None:
+    """No more than the placements keep; weights of one dtype share their storage."""
+
+    def body(rank: int) -> list[int]:
+        policy = MixedPrecisionPolicy(compute_dtype=compute)
+        model = fill(linear(8, 2))
+        shard(model, "", placements=placements, mixed_precision_policy=policy)
+        y = model(batch(rank).to(compute or torch.float32))
+        loss_of(y.float(), rank).backward()
+        assert_resting(model)
+        return sorted(storages(group_of(model)).values())
+
+    assert on_simulated_ranks(body, 2) == [nbytes] * 2
+
+
+def test_views_of_released_weights_come_back_to_life() -> None:
+    """What autograd saved, also views that are no leaves, sees the regathered weights."""
+
+    class Transposed(nn.Module):
+        """Saves a view of its weight."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Return x times the weight's transposed."""
+            return x @ self.weight.t()[:]
+
+    def body(rank: int) -> None:
+        shard(model := fill(Transposed()), "")
+        loss = loss_of(model(batch(rank).requires_grad_()), rank)
+        flat = group_of(model).full_weight.flat
+        assert flat.untyped_storage().nbytes() == 0
+        loss.backward()
+        assert flat.untyped_storage().nbytes() == 0
+
+    on_simulated_ranks(body, 2)
+
+
+def peak_full_buffers(policy: RuntimePolicy) -> float:
+    """Return the peak bytes of one step beyond those at rest, in full weights of one unit."""
+    width = 64
+
+    class Layers(nn.Module):
+        """Equal layers, with activations that are small beside their weights."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(linear(width, width) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Call them in turn."""
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def body(_rank: int) -> None:
+        model = Layers()
+        context = shard(model, *(f"layers.{n}" for n in range(4)), "", runtime_policy=policy)
+        x = torch.ones(1, width)
+        for _ in range(2):
+            model(x).sum().backward()
+        assert context.stats.full_nbytes == 0
+
+    report = fsdp_sim.simulate(body, 2, trace=True)
+    analysis = analyse(report.trace.all_ops(), make_checkers(("memory_peak",)), 2)
+    checker = analysis.checker(MemoryPeak)
+    assert checker is not None
+    weight = 4 * width * width
+    # At rest: a shard of weights and one of gradients for each of four layers.
+    resting = 4 * 2 * weight / 2
+    return (checker.peaks(0).requested - resting) / weight
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_backward_has_three_full_buffers_at_most(*, overlap: bool) -> None:
+    """Two units' weights and one's gradients; then one's weights, gradients and reduction input."""
+    policy = RuntimePolicy(overlap_allgather_reduction=overlap)
+
+    assert 3.0 <= peak_full_buffers(policy) < 3.2
+
+
+def test_forward_has_the_current_and_the_prefetched_unit_at_most() -> None:
+    """Whatever the number of layers."""
+
+    def body(rank: int) -> list[int]:
+        seen = []
+        for count in (2, 4, 8):
+            names = [f"l{number}" for number in range(count)]
+            context = shard(model := fill(Row(*names)), *names, "")
+            with torch.no_grad():
+                model(batch(rank))
+            seen.append(context.stats.peak_full_nbytes)
+        return seen
+
+    assert on_simulated_ranks(body, 2) == [[2 * 16] * 3] * 2
