@@ -32,8 +32,8 @@ UNLISTED = (".gitignore", "README.md", "py.typed", "__init__.py")
 
 
 def tracked_files() -> list[str]:
-    """Return the files of the checkout that git knows or would take, in order of name."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    """Return the files that git knows, in order of name: add a new one before its line is written."""
+    command = ["git", "ls-files", "--cached"]
     listing = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return sorted(name for name in listing.splitlines() if (ROOT / name).exists())
 
