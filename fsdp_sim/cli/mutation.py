@@ -51,13 +51,14 @@ def mutate(ranks: int, names: tuple[str, ...], schedules: int, package: str, **f
 def _run(package: str, names: tuple[str, ...], ranks: int, schedules: int) -> "Campaign":
     from fsdp_sim.mutation.campaign import mutate as break_all
     from fsdp_sim.mutation.programs import named
-    from fsdp_sim.mutation.subject import find, known_programs
+    from fsdp_sim.mutation.subject import find, known_changes, known_programs
 
     sys.path.insert(0, "")  # programs are named as seen from here
     subject = find(package)
     programs = [named(name, ranks) for name in names] or known_programs(package)
+    changes = known_changes(package)
     with _progress() as progress:
-        return break_all(subject, programs, schedules=schedules, progress=progress)
+        return break_all(subject, programs, changes=changes, schedules=schedules, progress=progress)
 
 
 def _progress() -> "AbstractContextManager[Progress]":

@@ -6,6 +6,7 @@
     programs.py    what is run: programs as data, and rank functions
     scan.py        calls in the source that no program makes
     core_programs.py  core_functions.py     programs for fsdp_core
+    change.py  core_changes.py     known bugs of such runtimes, put into fsdp_core
     fsdp2.py       programs for PyTorch's FSDP2
     trial.py       one program, run with some sites broken: is there a finding that was not there before
     graph.py       happens-before of a recorded run as paths of edges

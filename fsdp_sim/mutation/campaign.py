@@ -1,10 +1,11 @@
 """A campaign: record which sites the programs reach, break each one, then pairs of those that survive."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from fsdp_sim.errors import ConfigError, Finding
+from fsdp_sim.mutation.change import Change
 from fsdp_sim.mutation.programs import Program
 from fsdp_sim.mutation.proof import Proof, prove
 from fsdp_sim.mutation.scan import unreached
@@ -24,7 +25,7 @@ class Mutant:
     """One break, or a pair of them, and what came of it.
 
     Attributes:
-        sites: what was broken: one site or two.
+        sites: what was broken: one site or two; none if it was a change.
         status: "killed", "survived" or "error".
         finding: what killed it.
         program: in which program; of an error, the one that raised.
@@ -38,6 +39,7 @@ class Mutant:
     program: str | None = None
     runs: int = 0
     error: BaseException | None = None
+    change: Change | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def mutate(
     subject: Subject,
     programs: Sequence[Program],
     *,
+    changes: Sequence[Change] = (),
     schedules: int = SCHEDULES_DEFAULT,
     progress: Progress = lambda _what, _done, _all: None,
 ) -> Campaign:
@@ -88,6 +91,7 @@ def mutate(
     Args:
         subject: the package.
         programs: run in this order until one of them kills.
+        changes: known bugs to try besides.
         schedules: of each program: program order, then drawn ones.
         progress: told what is done, how much of it, and of how much.
 
@@ -108,7 +112,10 @@ def mutate(
     for number, site in enumerate(sites, start=1):
         mutants.append(trials.break_sites((site,)))
         progress("sites", number, len(sites))
-    left = [mutant.sites[0] for mutant in mutants if mutant.status == "survived"]
+    for number, change in enumerate(changes, start=1):
+        mutants.append(trials.try_change(change))
+        progress("changes", number, len(changes))
+    left = [mutant.sites[0] for mutant in mutants if mutant.sites and mutant.status == "survived"]
     proofs = {site: trials.prove(site) for site in left}
     pairs = _pairs(proofs)
     for number, pair in enumerate(pairs[:PAIRS_MAX], start=1):
@@ -164,21 +171,35 @@ class _Trials:
 
     def break_sites(self, sites: tuple[Site, ...]) -> Mutant:
         """Run the programs that reach the sites, until one has a finding that is new."""
+        reaching = [
+            program
+            for program in self.programs
+            if all(site in self.unbroken[program.name].uses for site in sites)
+        ]
+        return self._try(Mutant(sites, "survived"), reaching)
+
+    def try_change(self, change: Change) -> Mutant:
+        """Run all programs with a bug, until one has a finding that is new."""
+        return self._try(Mutant((), "survived", change=change), self.programs)
+
+    def _try(self, mutant: Mutant, programs: Sequence[Program]) -> Mutant:
         raised: Mutant | None = None
         runs = 0
         for schedule in range(self.schedules):
-            for program in self.programs:
-                clean = self.unbroken[program.name]
-                if not all(site in clean.uses for site in sites):
-                    continue
+            for program in programs:
                 runs += 1
-                outcome = attempt(self.subject, program, sites, schedule=schedule)
-                finding = outcome.new(clean)
+                outcome = attempt(
+                    self.subject, program, mutant.sites, change=mutant.change, schedule=schedule
+                )
+                tried = replace(mutant, program=program.name, runs=runs)
+                finding = outcome.new(self.unbroken[program.name])
                 if finding is not None:
-                    return Mutant(sites, "killed", finding, program.name, runs)
+                    return replace(tried, status="killed", finding=finding)
+                if outcome.error is not None and mutant.change is not None:
+                    return replace(tried, status="killed", finding=_as_finding(outcome.error))
                 if outcome.error is not None and raised is None:
-                    raised = Mutant(sites, "error", None, program.name, runs, outcome.error)
-        return raised or Mutant(sites, "survived", runs=runs)
+                    raised = replace(tried, status="error", error=outcome.error)
+        return raised or replace(mutant, runs=runs)
 
     def prove(self, site: Site) -> dict[str, Proof]:
         """Return what the site orders in each program, and how that is ordered without it."""
@@ -189,6 +210,11 @@ class _Trials:
                 broken = attempt(self.subject, program, (site,), keeps_ops=True)
                 proofs[program.name] = prove(site, unbroken, broken)
         return proofs
+
+
+def _as_finding(error: BaseException) -> Finding:
+    """Return what a rank raised as what kills a known bug: whoever runs into it, it is found."""
+    return Finding(type(error).__name__, str(error))
 
 
 def _partners(site: Site, mutants: Sequence[Mutant]) -> tuple[Site, ...]:

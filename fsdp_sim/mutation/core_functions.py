@@ -1,5 +1,8 @@
 """Rank functions for fsdp_core: what programs as data cannot say - weights written by hand, models dropped."""
 
+import shutil
+import tempfile
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -19,20 +22,21 @@ class _Failure(RuntimeError):
 
 
 class _Block(nn.Module):
-    """A linear layer that may fail, or be left out."""
+    """A linear layer that may fail, be left out, or have no backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
         self.fails = False
         self.is_left_out = False
+        self.has_no_backward = False
 
     def forward(self, rows: Tensor) -> Tensor:
         """Map rows of [2, WIDTH] to the same shape."""
         if self.fails:
             raise _Failure
         mapped: Tensor = self.linear(rows)
-        return mapped
+        return mapped.detach() if self.has_no_backward else mapped
 
 
 class _Chain(nn.Sequential):
@@ -51,7 +55,7 @@ def _model(
     policy: fsdp_core.RuntimePolicy | None = None,
     weights: Any = fsdp_core.RowAtomic(),  # noqa: B008  a frozen value
 ) -> tuple[Any, fsdp_core.FsdpContext]:
-    """Return three sharded blocks, with no unit around them, and their context."""
+    """Return three sharded blocks inside a unit of none of its own parameters, and their context."""
     torch.manual_seed(0)
     model = _Chain(*(_Block() for _ in range(3)))
     with torch.no_grad():
@@ -62,7 +66,7 @@ def _model(
     placements = fsdp_core.Placements((0,), (weights,), (rows,), (rows,))
     schedule = fsdp_core.SchedulePolicy(register_hooks=hooks)
     with fsdp_core.fully_shard_context("cpu", policy or fsdp_core.RuntimePolicy()) as context:
-        for block in model:
+        for block in (*model, model):
             fsdp_core.fully_shard(block, mesh, placements, schedule_policy=schedule)
     return model, context
 
@@ -97,10 +101,10 @@ def written_after_failure(_rank: int) -> list[Tensor]:
 
 
 def written_after_unused_prefetch(_rank: int) -> list[Tensor]:
-    """The last unit is gathered ahead and left out; weights are written after the pass."""
+    """Backward gathers the first unit ahead and does not reach it; weights are written after it."""
     model, _ = _model()
     weights = list(model.parameters())
-    model[2].is_left_out = True
+    model[0].has_no_backward = True
     model(_rows()).sum().backward()
     _write(weights)
     return _copies(weights)
@@ -156,6 +160,43 @@ def dropped_in_flight(_rank: int) -> Tensor:
     return used
 
 
+def dropped(_rank: int) -> list[bool]:
+    """The model goes after a step; nothing of it may wait for the garbage collector."""
+    model, context = _model()
+    model(_rows()).sum().backward()
+    refs = [weakref.ref(part) for part in (context, *model.modules(), *model.parameters())]
+    del model, context
+    return [ref() is None for ref in refs]
+
+
+def saved_and_loaded(_rank: int) -> list[Tensor]:
+    """Weights whose rows do not spread evenly are saved, and loaded into a model of other ones."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    saved, other = _uneven(1.0), _uneven(2.0)
+    fsdp_core.save_checkpoint(*saved, str(folder[0]))
+    fsdp_core.load_checkpoint(*other, str(folder[0]))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
+    return _copies(list(other[0].parameters()))
+
+
+def _uneven(scale: float) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a unit of five and three rows, numbered and scaled, and its optimizer."""
+    layer = nn.Sequential(nn.Linear(WIDTH, 5, bias=False), nn.Linear(5, 3, bias=False))
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(scale * torch.arange(float(weight.numel())).view_as(weight))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = (fsdp_core.RowAtomic(),)
+    with fsdp_core.fully_shard_context("cpu"):
+        fsdp_core.fully_shard(layer, mesh, fsdp_core.Placements((0,), rows, rows, rows))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    fsdp_core.fully_shard_optimizer(optimizer)
+    return layer, optimizer
+
+
 PROGRAMS = (
     written_after_failure,
     written_after_unused_prefetch,
@@ -163,5 +204,7 @@ PROGRAMS = (
     written_while_gathered,
     driven_by_hand,
     dropped_in_flight,
+    dropped,
+    saved_and_loaded,
 )
 RANKS = 2

@@ -72,6 +72,7 @@ def small_programs() -> dict[str, ProgramSpec]:
         "no_shard": _program(_model(UnitSpec("no_shard"))),
         "recorded": replace(base, context=recorded),
         "microbatches": replace(base, steps=MICROBATCHES),
+        "divided": _program(_model(UnitSpec(grad_divisor=2)), steps=MICROBATCHES),
         "caller_managed": replace(base, context=ContextSpec(caller_managed_grad_sync=True)),
         "one_stream": replace(base, context=ContextSpec(overlap_allgather_reduction=False)),
         "no_prefetch": _program(_model(UnitSpec(forward_prefetch=0, backward_prefetch=0))),

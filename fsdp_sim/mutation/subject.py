@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_sim.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fsdp_sim.mutation.change import Change
     from fsdp_sim.mutation.programs import Program
 
 _SEAMS = {"fsdp_core": ("device.py",)}
@@ -66,6 +67,15 @@ class Subject:
             for key, value in sorted(vars(module).items())
             if value is function
         ]
+
+
+def known_changes(name: str) -> "list[Change]":
+    """Return the known bugs that are kept for a package."""
+    if name != "fsdp_core":
+        return []
+    from fsdp_sim.mutation.core_changes import changes
+
+    return changes()
 
 
 def known_programs(name: str) -> "list[Program]":

@@ -30,14 +30,20 @@ def _record(mutant: Mutant) -> dict[str, str | int | None]:
 
 
 def _place(mutant: Mutant) -> str:
+    if mutant.change is not None:
+        return mutant.change.place
     return " + ".join(f"{site.file}:{site.line}" for site in mutant.sites)
 
 
 def _shown(mutant: Mutant) -> str:
+    if mutant.change is not None:
+        return PurePath(mutant.change.place).name
     return " + ".join(f"{PurePath(site.file).name}:{site.line}" for site in mutant.sites)
 
 
 def _break(mutant: Mutant) -> str:
+    if mutant.change is not None:
+        return mutant.change.name
     return " + ".join(f"drop {site.verb}" for site in mutant.sites)
 
 
@@ -81,6 +87,9 @@ def summary(campaign: Campaign) -> str:
         f"{len(singles)} sites: {counts['killed']} killed, {counts['survived']} survived "
         f"({redundant} redundant in every program), {counts['error']} errors"
     )
+    changes = [mutant for mutant in campaign.mutants if mutant.change is not None]
+    if changes:
+        line += f"; {len(changes)} known bugs: {sum(m.status == 'killed' for m in changes)} killed"
     if campaign.unreached:
         line += f"; {len(campaign.unreached)} calls that no program makes"
     if campaign.untried_pairs:

@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_sim.errors import ConfigError, Finding
+from fsdp_sim.mutation.change import Change
 from fsdp_sim.mutation.probe import Probe, Use, installed
 from fsdp_sim.mutation.programs import Program
 from fsdp_sim.mutation.site import Site
@@ -22,7 +24,7 @@ class Outcome:
     """What a run of a program gave.
 
     Attributes:
-        findings: errors found, in order; a difference of values is one.
+        findings: errors found, in order, then notices; a difference of values is an error.
         error: what a rank raised, or why the run could not be judged.
         trace: ops, if they were asked for.
         uses: what each site did.
@@ -49,6 +51,7 @@ def attempt(
     program: Program,
     broken: Sequence[Site] = (),
     *,
+    change: Change | None = None,
     schedule: int = 0,
     keeps_ops: bool = False,
 ) -> Outcome:
@@ -58,6 +61,7 @@ def attempt(
         subject: the package whose sites are seen.
         program: what to run.
         broken: sites to break, all of them in this run.
+        change: a bug to put in.
         schedule: 0 is program order, others are seeds of drawn schedules.
         keeps_ops: keep all ops, for proofs.
     """
@@ -65,7 +69,11 @@ def attempt(
     how: dict[str, Any] = {"scheduler": "pct", "seed": schedule} if schedule else {}
     error: BaseException | None = None
     report: Any = None
-    with installed(probe), warnings.catch_warnings():
+    with (
+        installed(probe),
+        warnings.catch_warnings(),
+        change.in_force() if change else nullcontext(),
+    ):
         warnings.simplefilter("ignore")
         try:
             report = simulate(
@@ -77,11 +85,11 @@ def attempt(
                 trace=keeps_ops,
                 **how,
             )
-        except ConfigError:
+        except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as raised:
+        except BaseException as raised:  # PyTorch's checkpoints raise what is no Exception
             error, report = raised, getattr(raised, "report", None)
-    findings = report.findings if report is not None else ()
+    findings = (*report.findings, *report.notices) if report is not None else ()
     if error is None and not _is_cut_short(report):
         findings += _differences(program, report.results)
     trace = report.trace if report is not None and keeps_ops else None

@@ -4,7 +4,7 @@ import linecache
 from functools import cache
 
 from fsdp_sim.corpus import load_corpus
-from fsdp_sim.mutation import core_functions, core_programs
+from fsdp_sim.mutation import core_changes, core_functions, core_programs
 from fsdp_sim.mutation.campaign import Campaign, mutate
 from fsdp_sim.mutation.programs import FunctionProgram, Program, SpecProgram
 from fsdp_sim.mutation.site import Site
@@ -32,7 +32,7 @@ def campaign() -> Campaign:
     functions = core_functions.PROGRAMS
     programs: list[Program] = [SpecProgram(name, spec) for name, spec in specs]
     programs += [FunctionProgram(f.__name__, f, core_functions.RANKS) for f in functions]
-    return mutate(SUBJECT, programs, schedules=1)
+    return mutate(SUBJECT, programs, changes=core_changes.changes(), schedules=1)
 
 
 def line_of(site: Site) -> str:
@@ -46,6 +46,14 @@ def test_every_broken_synchronisation_is_found() -> None:
     unexpected = [survivor for survivor in survivors if line_of(survivor.site) not in KEPT]
 
     assert unexpected == [], "\n".join("\n".join(survivor_lines(each)) for each in unexpected)
+
+
+def test_every_known_bug_is_found() -> None:
+    """Bugs that runtimes like this one had, put into it."""
+    bugs = [mutant for mutant in campaign().mutants if mutant.change is not None]
+
+    assert len(bugs) == len(core_changes.changes())
+    assert [bug.change.name for bug in bugs if bug.change and bug.status != "killed"] == []
 
 
 def test_no_break_makes_python_fail() -> None:
