@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from torch._C import _dispatch_get_all_op_names as every_operator
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import fsdp_sim
+from fsdp_sim.collectives import COLLECTIVES
 
 W = 3
 CPU = torch.device("cpu")
@@ -424,6 +426,85 @@ def test_functional_collectives_give_values() -> None:
     assert [[*first, [30.0 + 3 * rank], [10.0, 11.0], columns[rank]] for rank in range(W)] == clean(
         program
     )
+
+
+FUNCTIONAL: dict[str, tuple[Callable[[Any, int], Any], Callable[[int], list[Any]]]] = {
+    "all_reduce_": (
+        lambda ops, rank: ops.all_reduce_(mine(rank), "max", "0"),
+        lambda rank: [[20.0, 21.0]],
+    ),
+    "all_reduce_coalesced": (
+        lambda ops, rank: ops.all_reduce_coalesced([mine(rank), mine(rank, 1)], "sum", "0"),
+        lambda rank: [[30.0, 33.0], [30.0]],
+    ),
+    "all_reduce_coalesced_": (
+        lambda ops, rank: ops.all_reduce_coalesced_([mine(rank), mine(rank, 1)], "sum", "0"),
+        lambda rank: [[30.0, 33.0], [30.0]],
+    ),
+    "all_gather_into_tensor_coalesced": (
+        lambda ops, rank: ops.all_gather_into_tensor_coalesced([mine(rank, 1)] * 2, W, "0"),
+        lambda rank: [[0.0, 10.0, 20.0]] * 2,
+    ),
+    "all_gather_into_tensor_out": (
+        lambda ops, rank: ops.all_gather_into_tensor_out(mine(rank, 1), W, "0", out=torch.empty(W)),
+        lambda rank: [[0.0, 10.0, 20.0]],
+    ),
+    "reduce_scatter_tensor_coalesced": (
+        lambda ops, rank: ops.reduce_scatter_tensor_coalesced([mine(rank, W)], "sum", W, "0"),
+        lambda rank: [[30.0 + 3 * rank]],
+    ),
+    "broadcast_": (
+        lambda ops, rank: ops.broadcast_(mine(rank), 1, "0"),
+        lambda rank: [[10.0, 11.0]],
+    ),
+    "batch_p2p_ops": (
+        lambda ops, rank: ops.batch_p2p_ops(
+            ["isend", "irecv"],
+            [(rank + 1) % W, (rank - 1) % W],
+            [0, 0],
+            [mine(rank, 1), torch.zeros(1)],
+            "0",
+        ),
+        lambda rank: [[], [10.0 * ((rank - 1) % W)]],
+    ),
+}
+"""By operator: a call, and what each rank must get."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_operators_of_functional_collectives_give_values(name: str) -> None:
+    """Those that compiled code calls; ``wait_tensor`` joins each result."""
+    operators = torch.ops._c10d_functional
+    if not hasattr(operators, name):
+        pytest.skip(f"this version of PyTorch has no {name}")
+    call, expected = FUNCTIONAL[name]
+
+    def program(rank: int) -> list[Any]:
+        out = call(operators, rank)
+        results = out if isinstance(out, (list, tuple)) else [out]
+        return [operators.wait_tensor(each).tolist() for each in results]
+
+    assert clean(program) == [expected(rank) for rank in range(W)]
+
+
+def test_shards_change_their_dim() -> None:
+    """DTensor's own all-to-all: rows on each rank become columns."""
+
+    def program(rank: int) -> list[float]:
+        rows = mine(rank, W)[None, :]
+        columns = torch.ops._dtensor.shard_dim_alltoall(rows, 0, 1, "0")
+        return (columns + 0).flatten().tolist()
+
+    assert clean(program) == [[0.0, 10.0, 20.0], [1.0, 11.0, 21.0], [2.0, 12.0, 22.0]]
+
+
+def test_every_operator_of_c10d_is_simulated_or_refused() -> None:
+    """One that a new version of PyTorch brings must be looked at."""
+    names = {name.removeprefix("c10d::") for name in every_operator() if name.startswith("c10d::")}
+    elsewhere = {"send", "recv_"}
+    refused = {"recv_any_source_", "check_for_nan"}
+
+    assert names - set(COLLECTIVES) - elsewhere <= refused
 
 
 def test_functional_collectives_that_are_waited_for_out_of_order_are_clean() -> None:
