@@ -1,7 +1,9 @@
 """Options of the plugin, under xdist too, and what it costs to have it installed."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -132,3 +134,12 @@ def test_the_command_line_lets_pytest_follow_the_file_of_a_test(pytester: pytest
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "fsdp_sim replay: the same finding came up (CollectiveMismatch)" in done.stdout
+
+
+def test_every_option_is_described(pytester: pytest.Pytester) -> None:
+    """The page on testing names each option, and none that is not there."""
+    page = Path(__file__).parents[2] / "docs" / "testing.md"
+    told = set(re.findall(r"--fsdp-sim-[a-z-]+", page.read_text()))
+    shown = pytester.runpytest_inprocess("--help", "-p", "no:cacheprovider").stdout.str()
+
+    assert told == set(re.findall(r"--fsdp-sim-[a-z-]+", shown))
