@@ -3,9 +3,10 @@
 import platform
 import sys
 from importlib import metadata
-from typing import Any
 
 import click
+
+from fsdp_sim.doctor import blind_spots, patched_names
 
 PACKAGES = ("torch", "numpy", "hypothesis", "pytest", "pytest-xdist", "rich", "matplotlib")
 TORCH_TESTED = ("2.11", "2.13")
@@ -24,13 +25,13 @@ def doctor() -> None:
         click.echo(f"  {package:<13} {_version(package)}")
     if not _version("torch").startswith(tuple(f"{version}." for version in TORCH_TESTED)):
         click.echo(f"  this torch is none of those tested: {', '.join(TORCH_TESTED)}")
-    replaced, is_well = _try_programs()
-    click.echo(f"names of PyTorch that are replaced while a world runs: {len(replaced)}")
-    for name in replaced:
-        click.echo(f"  {name}")
+    _show_names()
     click.echo("what a clean run does not show (docs/limits.md has all of it):")
     for line in UNSEEN:
         click.echo(f"  {line}")
+    for line in blind_spots():
+        click.echo(f"  {line}")
+    is_well = _finds_what_it_must()
     click.echo("a correct program is clean, a wrong one is found" if is_well else "NOT WELL")
     sys.exit(0 if is_well else 1)
 
@@ -42,35 +43,26 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _try_programs() -> tuple[list[str], bool]:
-    """Return the names that a world replaces, and whether the right one of two programs is found wrong."""
+def _show_names() -> None:
+    """List the names that a world replaces, and those that this version of PyTorch lacks."""
+    names = patched_names()
+    absent = [each.name for each in names if each.state == "absent"]
+    present = sorted(each.name for each in names if each.state != "absent")
+    click.echo(f"names of PyTorch that are replaced while a world runs: {len(present)}")
+    for name in present:
+        click.echo(f"  {name}")
+    if absent:
+        click.echo(f"absent in this version: {', '.join(absent)}")
+
+
+def _finds_what_it_must() -> bool:
+    """Whether the right one of two programs is clean and the wrong one is found."""
     import fsdp_sim
-    from fsdp_sim import patches
 
-    names: dict[str, None] = {}
-    replace = patches.Patches.replace
-
-    def noting(self: Any, owner: Any, name: str, value: Any) -> None:
-        if hasattr(owner, name):
-            names[f"{_name_of(owner)}.{name}"] = None
-        replace(self, owner, name, value)
-
-    undo = patches.Patches()
-    undo.replace(patches.Patches, "replace", noting)
-    try:
-        right, wrong = (
-            fsdp_sim.simulate(_program, 2, args=(waits,), strict=False) for waits in (True, False)
-        )
-    finally:
-        undo.undo()
-    is_well = not right.findings and "Race" in {finding.kind for finding in wrong.findings}
-    return sorted(names), is_well
-
-
-def _name_of(owner: Any) -> str:
-    if isinstance(owner, type):
-        return f"{owner.__module__}.{owner.__qualname__}"
-    return str(getattr(owner, "__name__", type(owner).__name__))
+    right, wrong = (
+        fsdp_sim.simulate(_program, 2, args=(waits,), strict=False) for waits in (True, False)
+    )
+    return not right.findings and "Race" in {finding.kind for finding in wrong.findings}
 
 
 def _program(_rank: int, waits: bool) -> float:  # noqa: FBT001
