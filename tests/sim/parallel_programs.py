@@ -194,7 +194,7 @@ def ddp(
 
 def summing_hook(
     _: Any,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[Tensor]:
     """A hook of a user: reduce, then divide."""
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
