@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.agreement import agree_on_owners
 from fsdp_core.collectives import MeshAxes
@@ -38,6 +39,8 @@ from fsdp_core.torch_private import parameters_of
 _ADDED_NAMES = ("context", "phase", "unshard", "reshard", "register_post_backward_hook")
 
 _active: ContextVar[FsdpContext | None] = ContextVar("fsdp_core_context", default=None)
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 # Keywords of earlier versions of this interface, and what says the same now.
 _RENAMED = {
@@ -161,6 +164,8 @@ def fully_shard(
     _check_policy(policy, context)
     members, whole = _collect_members(modules)
     _check_expectations(members, policy)
+    if members and policy.register_hooks:
+        _check_forwards(modules)
     spec = GroupSpec(
         axes=axes,
         placements=placements,
@@ -206,6 +211,18 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             )
             raise ConfigError(msg)
     return list(dict.fromkeys(modules))
+
+
+def _check_forwards(modules: Sequence[nn.Module]) -> None:
+    """Refuse containers that nobody calls: their parameters would never be gathered."""
+    for each in modules:
+        if isinstance(each, _CONTAINERS) and type(each).forward is nn.Module.forward:
+            msg = (
+                f"a unit with parameters needs a forward that gathers them, got a "
+                f"{type(each).__name__}, which is never called; shard what is in it, in one call: "
+                f"fully_shard([first, second], ...)"
+            )
+            raise ConfigError(msg)
 
 
 def _check_policy(policy: SchedulePolicy, context: FsdpContext) -> None:
@@ -323,10 +340,14 @@ def _check_parameter(fqn: str, parameter: nn.Parameter, class_name: str) -> None
     if owner is not None:
         unit = living_group(owner).unit()
         first = None if unit is None else unit.modules[0]()
+        remedy = (
+            "shard inner modules before those around them"
+            if isinstance(parameter, DTensor)
+            else "shard the modules that share it in one call: fully_shard([first, second], ...)"
+        )
         msg = (
             f"a parameter belongs to one unit, got {fqn!r} of {class_name}, which is {owner.fqn!r} "
-            f"of the unit {type(first).__name__} already; shard the modules that share it in one "
-            f"call: fully_shard([first, second], ...)"
+            f"of the unit {type(first).__name__} already; {remedy}"
         )
         raise ConfigError(msg, fqn=fqn)
     if parameter.dim() == 0:

@@ -608,11 +608,20 @@ class ShardedUnit:
         """Gather the weights that backward needs for one call; a no-op if it has entered it.
 
         Raises:
-            StateError: the weights were written since the call.
+            StateError: the weights were written since the call, or the backward is to have a
+                backward itself.
         """
         task = current_graph_task()
         if use.graph_task == task:
             return
+        # Hooks run with gradients enabled exactly where the backward is recorded.
+        if torch.is_grad_enabled() and self._transient:
+            msg = (
+                f"a backward through unit {self.name!r} must not be recorded, got "
+                f"create_graph=True: its weights are freed before a second backward could read "
+                f"them; use a parameter placement of Replicate(), which keeps them"
+            )
+            raise StateError(msg, fqn=self.fqn)
         if self._is_stale:
             msg = (
                 f"a backward must find the weights that its forward used, got unit {self.name!r} "

@@ -111,7 +111,7 @@ def test_registering_what_does_not_exist_is_refused() -> None:
 
     def program(rank: int) -> None:
         model = build()
-        shard(model, "encoder", "")
+        shard(model, "encoder")
         with pytest.raises(ConfigError, match="got FsdpEncoder and 'generate'"):
             fsdp_core.register_forward_method(model.get_submodule("encoder"), "generate")
 
