@@ -1,12 +1,14 @@
 """B08: several forwards come before their backwards, which come in any order."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Replicate
 
 import fsdp_sim
-from fsdp_core import PrefetchOrder, StateError
+from fsdp_core import Placements, PrefetchOrder, RowAtomic, StateError
 from tests.cases.programs import (
     Row,
     Training,
@@ -76,4 +78,38 @@ def test_a_recorded_pass_refuses_the_second_backward() -> None:
         "RECORDED needs one backward call per pass" in message
         and "add the losses, or use REGISTRATION" in message
         for message in report.results
+    )
+
+
+def penalty(model: nn.Module, rank: int) -> None:
+    """A backward through the graph of a backward: the square of the input's gradient."""
+    x = batch(rank).requires_grad_()
+    y = model.get_submodule("first")(x).pow(2).sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    gradient.pow(2).sum().backward()
+
+
+def test_a_backward_of_a_backward_is_refused_where_weights_are_freed() -> None:
+    """At the first of the two, by the unit's name, and with what to do."""
+
+    def program(rank: int) -> str:
+        model = fill(Row("first", "second"))
+        shard(model, "first")
+        with pytest.raises(StateError) as caught:
+            penalty(model, rank)
+        return str(caught.value)
+
+    for message in fsdp_sim.simulate(program, 2).results:
+        assert message.startswith("a backward through unit '<root>' must not be recorded")
+
+
+def test_a_backward_of_a_backward_has_parity_where_weights_are_kept() -> None:
+    """Placements that replicate the parameters (ZeRO-2)."""
+    kept = Placements((0,), (Replicate(),), (RowAtomic(),), (RowAtomic(),))
+
+    def step(model: nn.Module, rank: int, _number: int) -> None:
+        penalty(model, rank)
+
+    check_parity(
+        Training(lambda: fill(Row("first")), step, ("first",), options={"placements": kept})
     )

@@ -8,7 +8,7 @@ from torch import nn
 import fsdp_core
 import fsdp_sim
 from fsdp_core import ConfigError
-from tests.cases.programs import SHARDED, Training, check_parity, mesh_of, train_shards
+from tests.cases.programs import SHARDED, Row, Training, check_parity, mesh_of, train_shards
 from tests.cases.test_b10_tied_in_one_unit import Tied, build, step
 
 MESSAGE = (
@@ -78,3 +78,19 @@ def test_a_refused_call_does_not_spoil_a_later_one() -> None:
         train_shards(rank, Training(build, step, (("emb", "head"),)))
 
     fsdp_sim.simulate(program, 2)
+
+
+def test_an_inner_module_that_comes_too_late_is_told_the_order() -> None:
+    """No weight is tied here: the unit around it has taken the parameter."""
+
+    def program(rank: int) -> str:
+        model = Row("first", "second")
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(model, mesh_of(2), SHARDED)
+            with pytest.raises(ConfigError) as caught:
+                fsdp_core.fully_shard(model.get_submodule("first"), mesh_of(2), SHARDED)
+        return str(caught.value)
+
+    for message in fsdp_sim.simulate(program, 2).results:
+        assert "got 'weight' of Linear, which is 'first.weight' of the unit FsdpRow" in message
+        assert message.endswith("shard inner modules before those around them")

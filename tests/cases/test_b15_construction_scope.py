@@ -5,7 +5,7 @@ from torch import nn
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import FsdpModule, StateError
+from fsdp_core import ConfigError, FsdpModule, StateError
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     SHARDED,
@@ -115,3 +115,18 @@ def test_the_first_forward_creates_no_stream() -> None:
 
     (ops,) = ops_by_step(report)
     assert not [op for op in ops if op.kind is Kind.STREAM]
+
+
+def test_a_container_that_nobody_calls_is_refused_by_its_class() -> None:
+    """Its hooks would never run; a list of units, which owns nothing, may be one."""
+
+    def program(rank: int) -> str:
+        layers = nn.ModuleList([linear(), linear()])
+        with pytest.raises(ConfigError) as caught:
+            shard(layers, "")
+        shard(layers, "0", "1", "")
+        return str(caught.value)
+
+    for message in fsdp_sim.simulate(program, 2).results:
+        assert "needs a forward that gathers them, got a ModuleList" in message
+        assert "fully_shard([first, second], ...)" in message
