@@ -25,7 +25,7 @@ class SkippingSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss to return
         """Update all parameters that have a gradient, but for those that the defect loses."""
         del closure
         for group in self.param_groups:

@@ -89,7 +89,7 @@ def test_a_recorded_pass_is_refused_on_every_rank_when_it_freezes() -> None:
     """Under RECORDED the runtime itself compares, once; here the simulator does not."""
 
     def program(rank: int) -> str:
-        orders = [("A", "B"), ("B", "A")]
+        orders: list[tuple[str, ...]] = [("A", "B"), ("B", "A")]
         with pytest.raises(StateError) as caught:
             train(rank, orders, equal=True, prefetch_order=PrefetchOrder.RECORDED)
         return str(caught.value)

@@ -31,14 +31,14 @@ class Choosy(nn.Module):
         self.choice = nn.Module()
         self.choice.p = nn.Parameter(integers(4), requires_grad=not frozen[0])
         self.choice.q = nn.Parameter(integers(4, start=1), requires_grad=not frozen[1])
-        self.choice.forward = self.choose  # type: ignore[method-assign]
+        self.choice.forward = self.choose
         with torch.no_grad():
             self.front.weight.copy_(integers(4, 4, start=2))
 
     def choose(self, x: Tensor, mask: Mask) -> Tensor:
         """Multiply by those parameters that the mask names."""
         x = x * 2
-        for parameter, used in zip((self.choice.p, self.choice.q), mask, strict=True):
+        for parameter, used in zip(self.choice.parameters(), mask, strict=True):
             x = x * parameter if used else x
         return x
 
@@ -89,10 +89,10 @@ def test_a_runtime_that_reduces_only_what_it_has_is_found() -> None:
 
     def program(rank: int) -> None:
         choice = Choosy().choice
-        used = [choice.p, choice.q][: 1 + rank]
+        used = list(choice.parameters())[: 1 + rank]
         gradients = torch.cat([torch.ones_like(parameter) for parameter in used])
         with record_function("fsdp_core::reduce_gradients choice"):
-            reduce_scatter_single(gradients.new_empty(2 * len(used)), gradients, dist.group.WORLD)
+            reduce_scatter_single(gradients.new_empty(2 * len(used)), gradients, dist.group.WORLD)  # type: ignore[arg-type]
 
     with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
         fsdp_sim.simulate(program, 2)

@@ -70,7 +70,7 @@ def test_every_rank_updates_what_it_holds(
     """
     report = fsdp_sim.simulate(step, 3, args=(kind, order, units))
 
-    expected = {name: each.detach() - 1 for name, each in Two().named_parameters()}
+    expected: Tensors = {name: each.detach() - 1 for name, each in Two().named_parameters()}
     assert_equal(put_together(report.results, (3,)), expected)
 
 
@@ -92,7 +92,7 @@ def test_the_defect_is_found_where_it_is_met() -> None:
     report = fsdp_sim.simulate(program, 3)
 
     got = put_together(report.results, (3,))
-    expected = {name: each.detach() - 1 for name, each in Two().named_parameters()}
+    expected: Tensors = {name: each.detach() - 1 for name, each in Two().named_parameters()}
     assert torch.equal(got["q.weight"], expected["q.weight"])  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"p\.weight"):
         assert_equal(got, expected)

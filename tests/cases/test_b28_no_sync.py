@@ -96,6 +96,6 @@ def test_a_unit_has_no_empty_no_sync_to_be_mistaken_for_one() -> None:
         model = Factor()
         shard(model, "")
         with pytest.raises(AttributeError, match="no_sync"):
-            model.no_sync()
+            model.no_sync()  # type: ignore[operator]
 
     fsdp_sim.simulate(program, 2)

@@ -69,7 +69,9 @@ def reduce_layers(rank: int, keeps: bool) -> list[float]:
                 dist.all_reduce(reduced, group=outer)
                 results.append(reduced + 0)  # the last reader, on the stream of the reduction
             if keeps:
-                kept.append((reduced, ar.record_event()))
+                event = cpu.Event()
+                event.record(ar)
+                kept.append((reduced, event))
             del reduced, partial
     cpu.current_stream().wait_stream(ar)
     return [float(each[0]) / 4 for each in results]

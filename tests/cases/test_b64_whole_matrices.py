@@ -72,7 +72,7 @@ def sharded(rank: int, shapes: Shapes, world_size: int) -> tuple[Tensors, dict[i
     for other in others:
         fsdp_core.fully_shard_optimizer(other)
     rows = train(model, [muon, *others])
-    return rows, {index: owner for each in muon._buffers for index, owner in each.owners.items()}
+    return rows, {index: owner for each in muon.buffers for index, owner in each.owners.items()}
 
 
 def check(shapes: Shapes, world_size: int) -> fsdp_sim.Report:

@@ -105,9 +105,7 @@ class Zoo(nn.Module):
         text = self.block(self.embedding(torch.randint(0, 10, (2, 4))))
         bags = self.bag(torch.randint(0, 10, (2, 4)))
         scaled = F.interpolate(images, scale_factor=2, mode="bilinear")
-        return sum(
-            (each.pow(2).sum() for each in (series, text, bags, scaled)), torch.zeros(())
-        )
+        return sum((each.pow(2).sum() for each in (series, text, bags, scaled)), torch.zeros(()))
 
 
 def run_zoo() -> None:

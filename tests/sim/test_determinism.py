@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_sim
 from tests.sim.programs import order_by_query, sum_of_ranks
@@ -57,6 +57,7 @@ def test_what_pytorch_keeps_of_the_first_world_changes_nothing_in_the_second() -
     def program(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("only_here",))
         full = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) * 2
+        assert isinstance(full, DTensor)
         return float(full.to_local().sum())
 
     first, second = fsdp_sim.simulate(program, 2), fsdp_sim.simulate(program, 2)
