@@ -802,6 +802,17 @@ class ShardedUnit:
             assert module is not None
             callback(module)
 
+    def await_gather(self) -> None:
+        """Put the current stream behind a gather that nobody waited for: it reads main weights.
+
+        Ordering:
+            Main weights may be written on the current stream from now on.
+        """
+        weights = self._weights
+        if isinstance(weights, Gathered):
+            # Edge 2: the gather may still read what is about to be written.
+            accelerator.wait_event(self.context.current_stream(), weights.event)
+
     def check_complete(self) -> None:
         """Check that all gradients of the unit's window have come.
 
@@ -908,6 +919,7 @@ def complete_groups(groups: Iterable[ParameterGroup]) -> None:
     for unit in dict.fromkeys(group.unit() for group in groups):
         assert isinstance(unit, ShardedUnit)
         unit.check_complete()
+        unit.await_gather()
         if unit.context.has_unwaited_reductions:
             unit.context.finish_grad_sync()
 

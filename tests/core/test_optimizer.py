@@ -429,3 +429,17 @@ def test_a_step_before_the_last_microbatch_is_refused() -> None:
             optimizer.step()
 
     on_simulated_ranks(body, 2)
+
+
+def test_a_step_waits_for_gathers_that_still_read_the_weights() -> None:
+    """A forward whose backward never came leaves a prefetch that nobody used in flight."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(Row("a", "b", "c")), "a", "b", "c", "")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        step(model, rank, 0)
+        model(batch(rank), calls=("a", "b"))
+        optimizer.step()
+
+    on_simulated_ranks(body, 2)
