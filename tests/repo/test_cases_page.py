@@ -20,12 +20,7 @@ def test_every_row_names_a_test_of_its_number() -> None:
 
 
 def test_every_case_has_one_row() -> None:
-    """In order, from B01 to B68."""
-    assert [number for number, _ in rows()] == [f"B{number:02}" for number in range(1, 69)]
+    """In order of their numbers."""
+    files = sorted(file.name for file in (ROOT / "tests" / "cases").glob("test_b*.py"))
 
-
-def test_every_test_of_a_case_has_a_row() -> None:
-    """No case is tested and not listed."""
-    tests = sorted(path.name for path in (ROOT / "tests" / "cases").glob("test_b*.py"))
-
-    assert sorted(name for _, name in rows()) == tests
+    assert [name for _, name in rows()] == files
