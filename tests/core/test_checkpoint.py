@@ -211,7 +211,11 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A directory without a manifest was not written by a save that ended."""
-    refused(tmp_path, "no whole checkpoint in ")
+    refused(
+        tmp_path,
+        "must hold a whole checkpoint, got no manifest.json or no .metadata in it; pass a directory "
+        "that save_checkpoint wrote",
+    )
 
 
 def test_missing_extra_and_wrongly_shaped_entries_are_refused(tmp_path: Path) -> None:
