@@ -106,17 +106,13 @@ def draw_steps(
     """Draw steps, as ``steps`` says."""
     world = _World(dict(walk(model)), _rank_free(model), world_size, recorded)
     same = _training_pass(draw, world) if recorded else None
-    count = number(draw, 1, steps_max)
-    return tuple(
-        _step(
-            draw,
-            world,
-            same,
-            exceptions=exceptions and place + 1 < count,
-            freezes=not recorded or place == 0,
-        )
-        for place in range(count)
-    )
+    made: list[StepSpec] = []
+    more = True
+    while more:  # asked before each step, so that shrinking can cut any step out
+        more = len(made) + 1 < steps_max and maybe(draw, 50)
+        freezes = not recorded or not made
+        made.append(_step(draw, world, same, exceptions=exceptions and more, freezes=freezes))
+    return tuple(made)
 
 
 def _step(
