@@ -757,6 +757,10 @@ class ShardedUnit:
                 group.copy_in()
             # Edge 6: the reduction reads what was copied.
             accelerator.wait_stream(inner, current)
+            outer = context.outer_reduction_stream
+            if any(group.finished_in == context.stats.steps for group in groups):
+                # Edge 9, backwards: it adds to what was finished earlier in this pass.
+                accelerator.wait_stream(inner, outer)
             # Reductions run beside the backward of the units in front.
             with accelerator.on_stream(inner):
                 for group in groups:
@@ -784,6 +788,8 @@ class ShardedUnit:
         with accelerator.on_stream(outer):
             for group in groups:
                 group.finish_window()
+                if outer is not context.inner_reduction_stream:
+                    group.finished_in = context.stats.steps
 
     def _close(self) -> None:
         """End the unit's backward: it rests, and the units around it may go on."""

@@ -113,6 +113,7 @@ class ParameterGroup:
             unless `keeps_full`.
         keeps_full: the parameter placement is replicated, so the full weights always exist.
         full_numel: elements of the whole parameters, padding included.
+        finished_in: the pass, by the context's count, whose window was finished on a stream apart.
         unit: the unit that the group is part of, weakly; set by the unit.
     """
 
@@ -135,6 +136,7 @@ class ParameterGroup:
         self._main_grad: DBuffer | None = None
         self._grad_is_final = False
         self._awaits_finish = False
+        self.finished_in = -1
         self._sharded_grads: tuple[DTensor, ...] = ()
         self._window_grads: tuple[DTensor, ...] = ()
         self._main_version = -1
