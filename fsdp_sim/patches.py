@@ -570,7 +570,8 @@ def saved_for_backward(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that a subclass wraps."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    return [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
+    inner = [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
+    return [each for each in inner if isinstance(each, torch.Tensor)]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

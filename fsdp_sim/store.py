@@ -43,11 +43,14 @@ class WorldStore(patches.Store):
         self.contents = contents if contents is not None else Contents()
         self._prefix = prefix
 
-    def _reach(self) -> Rank | None:
+    def _reach(self, *, polls: bool = False) -> Rank | None:
         machine = machines.current()
         if machine is None:
             return None
-        machine.rank.reach("store")
+        if polls:
+            machine.rank.poll("store")
+        else:
+            machine.rank.reach("store")
         if machine.faults is not None:
             machine.faults.visit(machine.rank, "store")
         return machine.rank
@@ -101,7 +104,7 @@ class WorldStore(patches.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
-        self._reach()
+        self._reach(polls=True)
         return all(self._has(key) for key in keys)
 
     def delete_key(self, key: str) -> bool:

@@ -359,7 +359,7 @@ def is_done(machine: Machine, asked: Asked, clock: dict[int, int], *, kind: str 
 
     Once it says yes, the host knows: what it launches from then on is behind ``clock``.
     """
-    machine.rank.reach("poll")
+    machine.rank.poll("poll")
     if machine.needed(clock):
         return False
     if all(machine.clocks.host.get(stream, 0) >= tick for stream, tick in clock.items()):

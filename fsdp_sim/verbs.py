@@ -1,6 +1,7 @@
 """Verbs: simulate and replay a program on simulated ranks."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -119,6 +120,8 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
             the program was then found wrong anyway.  A replay that does not fit never passes.
         ConfigError: the line is malformed or of another version.
     """
+    if not isinstance(schedule, (str, Schedule)):
+        raise ConfigError(f"replay takes a schedule line such as 'v1;w4;17>2', got {schedule!r}")
     plan = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     strict = options.pop("strict", True)
     options.setdefault("step_limit", STEP_LIMIT_DEFAULT)
@@ -262,21 +265,16 @@ def _raise_rank_error(simulation: Simulation, report: Report) -> NoReturn:
     error = first.error
     assert error is not None
     others = [rank.index for rank in ranks if rank is not first]
-    error.add_note(f"raised on simulated rank {first.index}; schedule {report.schedule!r}")
+    notes = [f"raised on simulated rank {first.index}; schedule {report.schedule!r}"]
     if others:
-        error.add_note(f"ranks {others} raised too")
-    if report.findings:
-        error.add_note("\n".join(str(finding) for finding in report.findings))
-    for name, value in (
-        ("rank", first.index),
-        ("schedule", report.schedule),
-        ("trace", report.trace),
-        ("report", report),
-    ):
-        try:
+        notes.append(f"ranks {others} raised too")
+    notes += [str(finding) for finding in report.findings]
+    facts = {"rank": first.index, "schedule": report.schedule, "trace": report.trace}
+    # An exception class may forbid attributes, and notes with them; then it comes out bare.
+    with suppress(Exception):
+        error.add_note("\n".join(notes))
+        for name, value in {**facts, "report": report}.items():
             setattr(error, name, value)
-        except AttributeError:
-            continue
     raise error
 
 

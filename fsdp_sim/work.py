@@ -88,7 +88,7 @@ class Work(dist.Work):
         """Whether the device is done with it, as far as the host can know; then the host knows it."""
         machine, launch = self.machine, self.launch
         if launch is None:
-            machine.rank.reach("poll")
+            machine.rank.poll("poll")
             return False
         if not is_done(machine, self, {launch.stream: launch.tick}, kind="is_completed"):
             return False

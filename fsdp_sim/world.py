@@ -11,6 +11,10 @@ from fsdp_sim.errors import HandoverTimeout, InjectedCrash, SimulationError, Ste
 from fsdp_sim.scheduler import Decision, Scheduler
 from fsdp_sim.task import HANDOVER_SECONDS_MAX, POOL, Baton
 
+POLLS_UNTIL_YIELD = 16
+"""A rank that polls so often and does nothing else lets the next one go on, in program order too: what it
+waits for may be another rank's to do."""
+
 STEP_LIMIT_DEFAULT = 10_000_000
 """Decisions of one run; a program that polls for ever is stopped here."""
 
@@ -80,11 +84,24 @@ class Rank:
         self.error: BaseException | None = None
         self.order_of_error: int | None = None
         self.crash: InjectedCrash | None = None
+        self._polls = 0
         self.baton = Baton()
 
-    def reach(self, kind: str) -> None:
-        """A point where another rank may be chosen to go on first."""
+    def poll(self, kind: str) -> None:
+        """A look at whether something has happened; one that is repeated lets others go on."""
+        self._polls += 1
+        self.reach(kind, yields=self._polls > POLLS_UNTIL_YIELD)
+
+    def reach(self, kind: str, *, yields: bool | None = None) -> None:
+        """A point where another rank may be chosen to go on first.
+
+        Args:
+            kind: of the decision.
+            yields: of a poll: the default is the next rank, not this one.
+        """
         world = self.world
+        if yields is None:
+            self._polls = 0
         if world.stop_error is not None:
             raise Unwind
         if self.crash is not None:
@@ -92,7 +109,7 @@ class Rank:
         if world.before_switch is not None:
             world.before_switch(self)
         if len(world.runnable) > 1:
-            world.switch(self, world.choose_rank(kind, self.index))
+            world.switch(self, world.choose_rank(kind, self.index, yields=bool(yields)))
 
     def park(self, wait: Wait) -> None:
         """Let others run until ``wake``."""
@@ -163,10 +180,10 @@ class World:
 
     # ------------------------------------------------------------------ decisions
 
-    def choose_rank(self, kind: str, running: int | None) -> "Rank":
-        """Decide which runnable rank goes on."""
+    def choose_rank(self, kind: str, running: int | None, *, yields: bool = False) -> "Rank":
+        """Decide which runnable rank goes on; by default the running one, unless it yields."""
         options = self.runnable
-        position = bisect_left(options, running) if running is not None else 0
+        position = bisect_left(options, running + yields) if running is not None else 0
         default = options[position % len(options)]
         if len(options) == 1:
             return self.ranks[default]
@@ -238,13 +255,25 @@ class World:
         with suppress(Unwind):
             first = self.choose_rank("start", None)
         self._hand(None, first)
-        self._come_home()
+        interrupt = self._come_home_or_stop()
         for rank in self.ranks:
             if rank.state is not RankState.ENDED:
                 self._hand(None, rank)
                 self._come_home()
         self._home_state.restore()
         POOL.give_back(tasks)
+        if interrupt is not None:
+            raise interrupt
+
+    def _come_home_or_stop(self) -> KeyboardInterrupt | None:
+        """Wait for the ranks; an interrupt of the caller unwinds them first, and is returned."""
+        try:
+            self._come_home()
+        except KeyboardInterrupt as interrupt:
+            self.stop_error = SimulationError("the caller was interrupted")
+            self._come_home()
+            return interrupt
+        return None
 
     def _come_home(self) -> None:
         handovers = -1

@@ -37,6 +37,8 @@ def make(names: Iterable[str] = tuple(CHECKERS)) -> list[Checker]:
     Raises:
         ConfigError: no checker has that name.
     """
+    if isinstance(names, str):
+        raise ConfigError(f"checkers must be a list of names, got {names!r}; pass [{names!r}]")
     wanted = tuple(names)
     for name in wanted:
         if name not in CHECKERS:

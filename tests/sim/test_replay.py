@@ -1,5 +1,7 @@
 """replay and explore: the smallest failing schedule, followed again or refused."""
 
+from typing import Any
+
 import pytest
 
 import fsdp_sim
@@ -72,8 +74,8 @@ def test_one_seed_gives_one_run(scheduler: str) -> None:
     assert runs[0].trace.digest == runs[1].trace.digest
 
 
-@pytest.mark.parametrize("line", ["", "v1", "v1;w0", "v9;w2", "v1;w2;3>1;3>1", "v1;w2;x"])
-def test_a_malformed_line_is_refused(line: str) -> None:
+@pytest.mark.parametrize("line", [5, None, "", "v1", "v1;w0", "v9;w2", "v1;w2;3>1;3>1", "v1;w2;x"])
+def test_a_malformed_line_is_refused(line: Any) -> None:
     """Nothing is run."""
     with pytest.raises(fsdp_sim.ConfigError):
         fsdp_sim.replay(sum_of_ranks, line)

@@ -3,11 +3,15 @@
 import os
 import random  # noqa: TID251  the subject of a test
 import re
+import signal
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_sim
 from tests.sim.programs import gathered_on_a_side_stream, sum_of_ranks
@@ -176,6 +180,7 @@ def test_a_program_that_polls_for_ever_hits_the_step_limit() -> None:
         ({"world_size": True}, "world_size must be an integer, got True"),
         ({"fn": 3}, "fn must be callable as fn(rank, *args), got 3"),
         ({"scheduler": "lifo"}, "scheduler must be one of program_order, uniform, pct"),
+        ({"checkers": "races"}, "checkers must be a list of names, got 'races'"),
         ({"checkers": ("speed",)}, "checkers must be among races, lifetime"),
         ({"schedule": "17>2"}, "17>2"),
         ({"schedule": "v2;w4"}, "v2"),
@@ -215,3 +220,70 @@ def test_a_world_beside_a_real_process_group_is_refused() -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_rank_may_return_a_distributed_tensor() -> None:
+    """What it wraps besides tensors is no memory."""
+
+    def program(rank: int) -> Tensor:
+        return distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+    results = fsdp_sim.simulate(program, 2).results
+
+    assert [result.to_local().shape for result in results] == [(2, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_poll_for_each_other_come_to_their_end(world_size: int) -> None:
+    """In program order too: a rank that only polls lets the next one go on."""
+
+    def program(rank: int) -> float:
+        value = torch.ones(1)
+        work = dist.all_reduce(value, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            pass
+        work.wait()
+        return float(value)
+
+    report = fsdp_sim.simulate(program, world_size, step_limit=2000)
+
+    assert report.results == [float(world_size)] * world_size
+
+
+def test_an_interrupt_of_the_caller_unwinds_every_rank() -> None:
+    """The ranks' cleanup runs, the interrupt comes out, and the next world is as any other."""
+    cleaned: list[int] = []
+
+    def program(rank: int) -> None:
+        try:
+            dist.barrier()
+            if rank == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                dist.barrier()
+        finally:
+            cleaned.append(rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        fsdp_sim.simulate(program, 2)
+
+    assert sorted(cleaned) == [0, 1]
+    assert not dist.is_initialized()
+    assert fsdp_sim.simulate(sum_of_ranks, 2).results == [3.0, 3.0]
+
+
+def test_an_exception_that_forbids_attributes_comes_out_as_itself() -> None:
+    """What is attached to errors is left out of this one."""
+
+    class Frozen(Exception):
+        def __setattr__(self, name: str, value: object) -> None:
+            if not name.startswith("__"):
+                raise TypeError("frozen")
+            super().__setattr__(name, value)
+
+    def program(rank: int) -> None:
+        raise Frozen
+
+    with pytest.raises(Frozen):
+        fsdp_sim.simulate(program, 1)
