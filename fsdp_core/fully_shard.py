@@ -201,7 +201,10 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         raise ConfigTypeError(msg)
     for each in modules:
         if isinstance(each, FsdpModule):
-            msg = f"a module is sharded once, got a {type(each).__name__} that is a unit already"
+            msg = (
+                f"a module is sharded once, got a {type(each).__name__} that is a unit already; "
+                f"drop the second call"
+            )
             raise ConfigError(msg)
         taken = [name for name in _ADDED_NAMES if hasattr(each, name)]
         if taken:
