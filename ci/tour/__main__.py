@@ -1,8 +1,10 @@
 """Train sharded on simulated ranks, compare with the unsharded run, catch two bugs, draw a timeline."""
 
 import argparse
+import hashlib
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 import fsdp_sim
 from ci.tour import bugs
-from ci.tour.figures import step_figures
+from ci.tour.figures import findings_of_steps, step_figures
 from ci.tour.reference import train_at_once, train_in_turn
 from ci.tour.simulated import Trained, train_on_rank, whole_weights
 from examples.train_lm import make_model, parse
@@ -99,6 +101,8 @@ def show_losses(
     unequal = [
         name for name, weight in weights.items() if not torch.equal(weight, put_together[name])
     ]
+    console.print(f"weights, sharded:   {weights_digest(put_together)}")
+    console.print(f"weights, unsharded: {weights_digest(weights)}")
     console.print(
         f"losses fell from {losses[0]:.3f} to {losses[-1]:.3f}; "
         f"of {len(weights)} weights {len(unequal)} differ in any bit"
@@ -106,18 +110,30 @@ def show_losses(
     return sharded == losses and not unequal
 
 
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of all weights' bytes, in order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def show_figures(report: fsdp_sim.Report) -> bool:
     """Print what the runtime did in each step; return whether nothing was found wrong."""
     of_ranks = [step_figures(report.trace.ops, rank) for rank in range(RANKS)]
     peaks = [f"KiB, {rank}" for rank in range(RANKS)]
-    table = Table("step", "all-gathers", "reduce-scatters", "ahead", *peaks)
+    counts = findings_of_steps(report.findings, of_ranks)
+    table = Table("step", "gathers", "scatters", "ahead", *peaks, "findings")
     for step, of_rank in enumerate(zip(*of_ranks, strict=True)):
         first = of_rank[0]
         memory = [f"{figures.peak_full_nbytes / KIB:.0f}" for figures in of_rank]
         table.add_row(
-            *map(str, (step, first.all_gathers, first.reduce_scatters, first.ahead)), *memory
+            *map(str, (step, first.all_gathers, first.reduce_scatters, first.ahead)),
+            *memory,
+            str(counts[step] or "none"),
         )
     console.print(table)
+    console.print("gathers, scatters: all-gathers and reduce-scatters that rank 0 issued")
     console.print("ahead: collectives of rank 0 that were issued before compute that they overlap")
     console.print("KiB, rank: most memory that full parameters took at once")
     console.print(f"findings: {len(report.findings) or 'none'}")

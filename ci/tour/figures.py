@@ -1,8 +1,9 @@
 """What the demo counts in a trace, step by step: collectives, how early they were issued, memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_sim.errors import Finding
 from fsdp_sim.op import Kind, Op
 
 RUNTIME_RANGES = "fsdp_core::"
@@ -19,8 +20,10 @@ class StepFigures:
     Attributes:
         ahead: collectives that compute issued after them may overlap.
         peak_full_nbytes: most bytes of full parameters that were allocated at once.
+        first_op: index of the op that the step opens with.
     """
 
+    first_op: int = 0
     all_gathers: int = 0
     reduce_scatters: int = 0
     ahead: int = 0
@@ -46,7 +49,7 @@ class _Counter:
     def count(self, op: Op) -> None:
         match op.kind:
             case Kind.RANGE_PUSH if op.name == STEP_RANGE:
-                self.steps.append(StepFigures())
+                self.steps.append(StepFigures(first_op=op.index))
             case Kind.COLLECTIVE if self.steps and _is_of_runtime(op):
                 self.steps[-1].all_gathers += op.name.startswith("all_gather")
                 self.steps[-1].reduce_scatters += op.name.startswith("reduce_scatter")
@@ -80,6 +83,20 @@ class _Counter:
 
 def _is_of_runtime(op: Op) -> bool:
     return op.annotation is not None and op.annotation.startswith(RUNTIME_RANGES)
+
+
+def findings_of_steps(
+    findings: Iterable[Finding], of_ranks: Sequence[Sequence[StepFigures]]
+) -> list[int]:
+    """Count the findings of each step, where each first occurred; set-up belongs to the first."""
+    counts = [0] * len(of_ranks[0])
+    for finding in findings:
+        last = finding.ops[-1] if finding.ops else None
+        steps = (
+            [each for each in of_ranks[last.rank] if each.first_op <= last.index] if last else []
+        )
+        counts[max(len(steps) - 1, 0)] += 1
+    return counts
 
 
 def step_figures(ops: Iterable[Op], rank: int) -> list[StepFigures]:

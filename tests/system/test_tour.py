@@ -6,10 +6,11 @@ import torch
 
 import fsdp_sim
 from ci.tour import bugs
-from ci.tour.figures import StepFigures, step_figures
+from ci.tour.figures import StepFigures, findings_of_steps, step_figures
 from ci.tour.reference import train_at_once, train_in_turn
 from ci.tour.simulated import train_on_rank, whole_weights
 from examples.train_lm import make_model, parse
+from fsdp_sim.errors import Finding, OpSite
 
 RANKS, STEPS = 4, 3
 
@@ -59,6 +60,16 @@ def test_figures_count_nothing_outside_steps() -> None:
     """A trace without a root's forward has no steps."""
     assert step_figures([], rank=0) == []
     assert StepFigures() == StepFigures(0, 0, 0, 0)
+
+
+def test_a_finding_belongs_to_the_step_in_which_its_later_op_runs() -> None:
+    """By the rank's own count of ops; what comes before the first step counts there."""
+    steps = [[StepFigures(first_op=10), StepFigures(first_op=20)] for _ in range(2)]
+
+    def found(rank: int, index: int) -> Finding:
+        return Finding("Race", "", (OpSite(rank, index, "mm", "stream 0", None),))
+
+    assert findings_of_steps([found(1, 25), found(0, 19), found(0, 3)], steps) == [2, 1]
 
 
 def test_a_missing_wait_is_found_on_the_default_schedule() -> None:
