@@ -447,6 +447,24 @@ def test_a_failed_child_leaves_its_parameters_to_the_parent() -> None:
     on_simulated_ranks(body, 2)
 
 
+def test_a_module_that_is_a_unit_already_is_refused() -> None:
+    """It stays the unit that the first call made."""
+
+    def body() -> None:
+        module = linear()
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(module, mesh_of(1), SHARDED)
+            refused(
+                lambda: fsdp_core.fully_shard(module, mesh_of(1), SHARDED),
+                ConfigError,
+                f"a module is sharded once, got a {type(module).__name__} that is a unit already; "
+                f"drop the second call",
+            )
+        assert isinstance(module, FsdpModule)
+
+    on_one(body)
+
+
 def test_a_mesh_of_another_device_type_is_refused() -> None:
     """The context computes on one device type."""
 
