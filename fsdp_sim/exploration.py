@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_sim.arguments import check_integer, check_positive
 from fsdp_sim.errors import ConfigError, SimulationError
 from fsdp_sim.schedule import Deviation, Schedule
 from fsdp_sim.simulation import Report
@@ -86,7 +87,7 @@ def explore(
         ConfigError: an argument is out of range; nothing has been run.
         Exception: ``strict`` and a schedule failed: what it raised, with the smallest schedule found.
     """
-    _check(schedules, scheduler)
+    _check(schedules, seed, scheduler)
     options.pop("strict", None)
     search = Exploration()
     seen: dict[str, None] = {}
@@ -124,9 +125,9 @@ def explore(
     return search
 
 
-def _check(schedules: Any, scheduler: str) -> None:
-    if not isinstance(schedules, int) or isinstance(schedules, bool) or schedules < 1:
-        raise ConfigError(f"schedules must be a positive integer, got {schedules!r}")
+def _check(schedules: Any, seed: Any, scheduler: str) -> None:
+    check_positive("schedules", schedules)
+    check_integer("seed", seed)
     if scheduler not in ("pct", "uniform"):
         raise ConfigError(f"explore draws schedules with pct or uniform, got {scheduler!r}")
 

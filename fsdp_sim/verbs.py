@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from fsdp_sim import checkers as checkers_
+from fsdp_sim.arguments import check_integer, check_positive, several
 from fsdp_sim.errors import (
     FINDING_KINDS,
     ConfigError,
@@ -82,7 +83,9 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
             simulator does not know of (``WrongSchema``).
         Exception: what a rank raised comes out as itself, with a note that says where the others stood.
     """
-    _check_program(fn, world_size, step_limit)
+    _check_program(fn, world_size, args, step_limit)
+    check_integer("seed", seed)
+    check_positive("steps", steps)
     plan = _plan(schedule, world_size, knobs, faults)
     chooser: Scheduler
     if schedule is not None and (plan.deviations or scheduler == "program_order"):
@@ -125,7 +128,8 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
     plan = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     strict = options.pop("strict", True)
     options.setdefault("step_limit", STEP_LIMIT_DEFAULT)
-    _check_program(fn, plan.world_size, options["step_limit"])
+    args = options.pop("args", ())
+    _check_program(fn, plan.world_size, args, options["step_limit"])
     chooser = Replay(plan, strict=True)
     settings = Settings(
         world_size=plan.world_size,
@@ -136,7 +140,6 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
             name: options.pop(name) for name in ("step_limit", "trace", "poison") if name in options
         },
     )
-    args = options.pop("args", ())
     if options:
         raise ConfigError(f"replay takes the options of simulate, got {', '.join(sorted(options))}")
     simulation = Simulation(fn, args, settings)
@@ -152,17 +155,17 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
 # ---------------------------------------------------------------------- checks and outcomes
 
 
-def _check_program(fn: Any, world_size: Any, step_limit: Any) -> None:
+def _check_program(fn: Any, world_size: Any, args: Any, step_limit: Any) -> None:
     if Simulation.is_running():
         raise ConfigError("a world must not be started inside a world; call simulate from outside")
     if not callable(fn):
         raise ConfigError(f"fn must be callable as fn(rank, *args), got {fn!r}")
-    if not isinstance(world_size, int) or isinstance(world_size, bool):
-        raise ConfigError(f"world_size must be an integer, got {world_size!r}")
+    check_integer("world_size", world_size)
     if not 1 <= world_size <= RANKS_MAX:
         raise ConfigError(f"world_size must be between 1 and {RANKS_MAX}, got {world_size}")
-    if not isinstance(step_limit, int) or step_limit < 1:
-        raise ConfigError(f"step_limit must be a positive integer, got {step_limit!r}")
+    if not isinstance(args, (tuple, list)):
+        raise ConfigError(f"args must be a tuple, got {args!r}; pass ({args!r},)")
+    check_positive("step_limit", step_limit)
     if Simulation.is_real_group_initialised():
         raise ConfigError(
             "simulate must run where no real process group is initialised, got one; "
@@ -216,7 +219,8 @@ def _plan(
     """Return the schedule with all knobs in it; faults are knobs too, so its line holds everything."""
     plan = Schedule(world_size) if schedule is None else schedule
     plan = Schedule.parse(plan) if isinstance(plan, str) else plan
-    names = (*plan.knobs, *knobs, *map(str, rules_of(faults)))
+    rules = rules_of(several("faults", faults, (str, Rule)))
+    names = (*plan.knobs, *several("knobs", knobs), *map(str, rules))
     Knobs.parse(names)
     plan = replace(plan, knobs=tuple(dict.fromkeys(names)))
     if plan.world_size != world_size:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from fsdp_sim.arguments import several
 from fsdp_sim.checkers.batches import Batches
 from fsdp_sim.checkers.capture import Capture
 from fsdp_sim.checkers.checker import Checker
@@ -35,11 +36,9 @@ def make(names: Iterable[str] = tuple(CHECKERS)) -> list[Checker]:
     """Make checkers by name, in the order of ``CHECKERS``.
 
     Raises:
-        ConfigError: no checker has that name.
+        ConfigError: no checker has that name, or ``names`` is no list.
     """
-    if isinstance(names, str):
-        raise ConfigError(f"checkers must be a list of names, got {names!r}; pass [{names!r}]")
-    wanted = tuple(names)
+    wanted = several("checkers", names)
     for name in wanted:
         if name not in CHECKERS:
             raise ConfigError(f"checkers must be among {', '.join(CHECKERS)}, got {name!r}")

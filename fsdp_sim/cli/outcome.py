@@ -1,11 +1,13 @@
 """How a command ends: what it prints, and the exit status that says so."""
 
+import os
 import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -20,6 +22,22 @@ CLEAN, FINDINGS, NOT_SIMULATED = 0, 1, 3
 
 console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 """Reports go to standard error, since standard output is the script's."""
+
+
+class _Output(click.Path):
+    """A file to write at the end of a run: that it can be written is found out before."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Check the file if it is there, else its folder."""
+        path = super().convert(value, param, ctx)
+        folder = Path(path).resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            why = f"its folder must be there and writable, got {path!r}; make it first"
+            self.fail(why, param, ctx)
+        return path
+
+
+OUTPUT = _Output(dir_okay=False, writable=True)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import fsdp_sim
-from fsdp_sim.cli.outcome import CLEAN, FINDINGS, conclude, console, judging
+from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, conclude, console, judging
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.script import Script
 
@@ -21,9 +21,8 @@ SCRIPT_FIRST = {"ignore_unknown_options": True, "allow_interspersed_args": False
 ranks_option = click.option(
     "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="simulated ranks"
 )
-output = click.Path(dir_okay=False, writable=True)
-trace_option = click.option("--trace", type=output, help="write all operations here")
-timeline_option = click.option("--timeline", type=output, help="write a timeline for Perfetto here")
+trace_option = click.option("--trace", type=OUTPUT, help="write all operations here")
+timeline_option = click.option("--timeline", type=OUTPUT, help="write a timeline for Perfetto here")
 script_argument = click.argument("script", type=click.Path(exists=True, dir_okay=False))
 rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
@@ -52,7 +51,7 @@ def run(
 @click.option("--schedules", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--scheduler", default="pct", show_default=True, help="how schedules are drawn")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the first schedule")
-@click.option("--save", type=output, help="write a failure here, as a file that replay takes")
+@click.option("--save", type=OUTPUT, help="write a failure here, as a file that replay takes")
 @script_argument
 @rest_argument
 def explore(ranks: int, save: str | None, script: str, arguments: Any, **how: Any) -> None:

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from fsdp_sim.cli.outcome import CLEAN, FINDINGS, console, judging
+from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, console, judging
 from fsdp_sim.report import finding_text
 from fsdp_sim.trace import Trace, diff
 
@@ -26,7 +26,7 @@ def text(file: str) -> None:
 
 @trace.command()
 @click.argument("file", type=stored)
-@click.argument("output", type=click.Path(dir_okay=False, writable=True))
+@click.argument("output", type=OUTPUT)
 def perfetto(file: str, output: str) -> None:
     """Write a timeline for Perfetto: a row for each rank and stream, an arrow for each wait."""
     with judging([file]):
@@ -35,7 +35,7 @@ def perfetto(file: str, output: str) -> None:
 
 @trace.command()
 @click.argument("file", type=stored)
-@click.argument("output", type=click.Path(dir_okay=False, writable=True))
+@click.argument("output", type=OUTPUT)
 def picture(file: str, output: str) -> None:
     """Draw a gather, the compute it overlaps and the wait that joins them (PNG or SVG)."""
     from fsdp_sim.picture import draw

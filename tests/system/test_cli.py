@@ -152,6 +152,19 @@ def test_run_writes_a_timeline(tmp_path: Path) -> None:
     assert '"traceEvents"' in timeline.read_text()
 
 
+@pytest.mark.parametrize("option", ["--trace", "--timeline"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(
+    tmp_path: Path, option: str
+) -> None:
+    """A long run is not lost for want of a folder."""
+    path = str(tmp_path / "nowhere" / "file")
+    result = invoke("run", option, path, script(tmp_path, CLEAN))
+
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert f"must be there and writable, got {path!r}" in " ".join(result.stderr.split())
+
+
 def test_check_finds_in_a_stored_trace_what_the_run_found(tmp_path: Path) -> None:
     """Checkers need no program, only its operations."""
     result = invoke("check", recorded(tmp_path, RACE))
