@@ -21,7 +21,7 @@ from fsdp_core import device as accelerator
 from fsdp_core.agreement import agree_on_events
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.device import Stream
-from fsdp_core.errors import ConfigError, ConfigTypeError, StateError
+from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, check_type
 from fsdp_core.execution_order import ExecutionEvent, ExecutionOrder
 from fsdp_core.phase import Phase
 from fsdp_core.runtime_policy import RuntimePolicy
@@ -192,11 +192,10 @@ class FsdpContext:
         prefetch_order: PrefetchOrder = PrefetchOrder.REGISTRATION,
     ) -> None:
         self.device = _resolve_device(device)
-        self.runtime_policy = policy = runtime_policy or RuntimePolicy()
-        order: object = prefetch_order
-        if not isinstance(order, PrefetchOrder):
-            msg = f"prefetch_order must be a PrefetchOrder, got {prefetch_order!r}"
-            raise ConfigTypeError(msg)
+        self.runtime_policy = policy = RuntimePolicy() if runtime_policy is None else runtime_policy
+        check_type("runtime_policy", policy, RuntimePolicy)
+        check_type("parameter_to_owner", parameter_to_owner or {}, dict)
+        check_type("prefetch_order", prefetch_order, PrefetchOrder)
         if policy.use_symmetric_memory:
             accelerator.check_symmetric_memory(self.device)
         self.prefetch_order = prefetch_order
@@ -852,11 +851,16 @@ def _is_unentered(use: Any) -> bool:
 def _resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return accelerator.default_device()
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        msg = f"a context needs a cpu or cuda device, got {device!r}"
+        raise ConfigTypeError(msg) from error
+    if resolved.type not in ("cpu", "cuda"):
         msg = f"a context needs a cpu or cuda device, got {device}"
         raise ConfigError(msg)
-    return accelerator.default_device(device.type) if device.index is None else device
+    accelerator.check_is_there(resolved)
+    return accelerator.default_device(resolved.type) if resolved.index is None else resolved
 
 
 def _collect_fsdp_children(

@@ -62,6 +62,23 @@ def default_device(device_type: str | None = None) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
+def check_is_there(device: torch.device) -> None:
+    """Refuse a device that this process does not have.
+
+    Raises:
+        ConfigError: no CUDA device at all, or none of that number.
+    """
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        msg = (
+            f"a context needs a device that this process has, got {str(device)!r} and {count} CUDA "
+            f"devices; pass device='cpu', or use a PyTorch that is built for the GPUs of this machine"
+        )
+        raise ConfigError(msg)
+
+
 def new_stream(device: torch.device) -> Stream:
     """Create a side stream on `device`.
 

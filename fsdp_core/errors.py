@@ -21,6 +21,17 @@ class ConfigTypeError(ConfigError, TypeError):
     """A `ConfigError` whose cause is an argument of the wrong type."""
 
 
+def check_type(name: str, value: object, kind: type) -> None:
+    """Check that an argument is of the type that it must be.
+
+    Raises:
+        ConfigTypeError: it is not; names the argument.
+    """
+    if not isinstance(value, kind):
+        msg = f"{name} must be a {kind.__name__}, got {value!r}"
+        raise ConfigTypeError(msg)
+
+
 class UnsupportedError(ConfigError, NotImplementedError):
     """A `ConfigError` whose cause is something that makes sense and is not built."""
 

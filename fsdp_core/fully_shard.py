@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.agreement import agree_on_owners
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import FsdpContext, PrefetchOrder
-from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
+from fsdp_core.errors import (
+    ConfigError,
+    ConfigTypeError,
+    StateError,
+    UnsupportedError,
+    check_type,
+)
 from fsdp_core.hooks import guarded_methods, install_hooks
 from fsdp_core.meta import own_modules, real_parameters
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
@@ -160,16 +166,18 @@ def fully_shard(
     for each in modules:
         _check_tree(each, context)
     axes = _check_mesh(mesh, placements, context)
+    precision = mixed_precision_policy or MixedPrecisionPolicy()
+    check_type("mixed_precision_policy", precision, MixedPrecisionPolicy)
     policy = schedule_policy or SchedulePolicy()
     _check_policy(policy, context)
-    members, whole = _collect_members(modules)
+    members, whole = _collect_members(modules, context)
     _check_expectations(members, policy)
     if members and policy.register_hooks:
         _check_forwards(modules)
     spec = GroupSpec(
         axes=axes,
         placements=placements,
-        precision=mixed_precision_policy or MixedPrecisionPolicy(),
+        precision=precision,
         grad_divisor=grad_divisor,
         allgather_stream=context.allgather_stream,
         reduction_stream=context.inner_reduction_stream,
@@ -195,7 +203,8 @@ def fully_shard(
 
 
 def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    candidates: Any = [module] if isinstance(module, nn.Module) else module
+    modules: list[nn.Module] = list(candidates) if isinstance(candidates, Iterable) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         msg = f"fully_shard needs a module or a sequence of modules, got {module!r}"
         raise ConfigTypeError(msg)
@@ -229,6 +238,7 @@ def _check_forwards(modules: Sequence[nn.Module]) -> None:
 
 
 def _check_policy(policy: SchedulePolicy, context: FsdpContext) -> None:
+    check_type("schedule_policy", policy, SchedulePolicy)
     if not policy.register_hooks and context.prefetch_order is PrefetchOrder.RECORDED:
         msg = (
             "PrefetchOrder.RECORDED needs the hooks of every unit, got register_hooks=False; use "
@@ -255,10 +265,8 @@ def _check_tree(module: nn.Module, context: FsdpContext) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh, placements: Placements, context: FsdpContext) -> MeshAxes:
-    candidate: object = mesh
-    if not isinstance(candidate, DeviceMesh):
-        msg = f"mesh must be a DeviceMesh, got {mesh!r}"
-        raise ConfigTypeError(msg)
+    check_type("mesh", mesh, DeviceMesh)
+    check_type("placements", placements, Placements)
     if mesh.device_type != context.device.type:
         msg = (
             f"the mesh must be on the context's device type {context.device.type!r}, got "
@@ -270,7 +278,7 @@ def _check_mesh(mesh: DeviceMesh, placements: Placements, context: FsdpContext) 
 
 
 def _collect_members(
-    modules: Sequence[nn.Module],
+    modules: Sequence[nn.Module], context: FsdpContext
 ) -> tuple[list[Member], list[nn.Parameter]]:
     """Find every place that holds a parameter, in the modules and below, not inside units.
 
@@ -284,10 +292,10 @@ def _collect_members(
             if parameter is None:
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            if _stays_whole(name, parameter):
+            if _stays_whole(parameter):
                 whole[parameter] = None
                 continue
-            _check_parameter(name, parameter, type(modules[0]).__name__)
+            _check_parameter(name, parameter, type(modules[0]).__name__, context)
             member = members.setdefault(parameter, Member(parameter, []))
             member.slots.append(Slot(weakref.ref(module), parameters_of(module), key, name))
     return list(members.values()), list(whole)
@@ -321,33 +329,32 @@ def _check_expectations(members: Sequence[Member], policy: SchedulePolicy) -> No
             raise ConfigError(msg, fqn=member.fqn)
 
 
-def _stays_whole(fqn: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is kept on every rank as it is: a frozen one of integers.
+def _stays_whole(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is kept on every rank as it is: one of integers.
 
-    Raises:
-        ConfigError: integers that are not frozen.
+    It is frozen: PyTorch lets no tensor of integers require a gradient.
     """
-    if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
-        return False
-    if parameter.requires_grad:
-        msg = (
-            f"parameter {fqn!r} of {parameter.dtype} must be frozen, got one that requires a "
-            f"gradient; call requires_grad_(False)"
-        )
-        raise ConfigError(msg, fqn=fqn)
-    return True
+    return not parameter.dtype.is_floating_point and not parameter.dtype.is_complex
 
 
-def _check_parameter(fqn: str, parameter: nn.Parameter, class_name: str) -> None:
+def _check_parameter(
+    fqn: str, parameter: nn.Parameter, class_name: str, context: FsdpContext
+) -> None:
     owner = owner_of(parameter)
     if owner is not None:
         unit = living_group(owner).unit()
         first = None if unit is None else unit.modules[0]()
-        remedy = (
-            "shard inner modules before those around them"
-            if isinstance(parameter, DTensor)
-            else "shard the modules that share it in one call: fully_shard([first, second], ...)"
-        )
+        if unit is not None and unit.context is not context:
+            remedy = (
+                "that unit is of another context; shard the whole model inside one `with "
+                "fully_shard_context()`"
+            )
+        elif isinstance(parameter, DTensor):
+            remedy = "shard inner modules before those around them"
+        else:
+            remedy = (
+                "shard the modules that share it in one call: fully_shard([first, second], ...)"
+            )
         msg = (
             f"a parameter belongs to one unit, got {fqn!r} of {class_name}, which is {owner.fqn!r} "
             f"of the unit {type(first).__name__} already; {remedy}"
@@ -357,7 +364,10 @@ def _check_parameter(fqn: str, parameter: nn.Parameter, class_name: str) -> None
         msg = f"parameter {fqn!r} must have at least one dim, got a scalar; reshape it to (1,)"
         raise ConfigError(msg, fqn=fqn)
     if not parameter.dtype.is_floating_point:
-        msg = f"parameter {fqn!r} must have a real floating dtype, got {parameter.dtype}"
+        msg = (
+            f"parameter {fqn!r} must have a real floating dtype, got {parameter.dtype}; register its "
+            f"real and imaginary parts as two parameters, and torch.complex() them in the forward"
+        )
         raise UnsupportedError(msg, fqn=fqn)
 
 

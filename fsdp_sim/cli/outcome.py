@@ -30,7 +30,7 @@ class _Output(click.Path):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Check the file if it is there, else its folder."""
         path = super().convert(value, param, ctx)
-        folder = Path(path).resolve().parent
+        folder = Path(os.fsdecode(path)).resolve().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
             why = f"its folder must be there and writable, got {path!r}; make it first"
             self.fail(why, param, ctx)

@@ -108,6 +108,40 @@ def test_a_device_that_cannot_compute_units_is_refused(device: str) -> None:
         FsdpContext(device)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    """A simulated world hides CUDA, as a machine without a GPU has none."""
+
+    def body() -> str:
+        with pytest.raises(ConfigError) as caught:
+            FsdpContext(device)
+        return str(caught.value)
+
+    assert alone(body) == (
+        f"a context needs a device that this process has, got {device!r} and 0 CUDA devices; pass "
+        "device='cpu', or use a PyTorch that is built for the GPUs of this machine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": 7}, "a context needs a cpu or cuda device, got 7"),
+        ({"device": "gpu"}, "a context needs a cpu or cuda device, got 'gpu'"),
+        ({"runtime_policy": True}, "runtime_policy must be a RuntimePolicy, got True"),
+        ({"parameter_to_owner": [1]}, "parameter_to_owner must be a dict, got [1]"),
+        ({"prefetch_order": "recorded"}, "prefetch_order must be a PrefetchOrder, got 'recorded'"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(options: dict[str, Any], message: str) -> None:
+    """The error names the argument and its type."""
+    with pytest.raises(TypeError) as caught:
+        FsdpContext(**options)
+
+    assert isinstance(caught.value, ConfigError)
+    assert str(caught.value) == message
+
+
 def test_symmetric_memory_is_refused_on_the_cpu() -> None:
     """It needs CUDA; the error says to leave it out."""
     policy = RuntimePolicy(use_symmetric_memory=True)

@@ -387,7 +387,10 @@ def test_sharding_outside_a_scope_is_refused() -> None:
         ),
         (
             lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64)),
-            "parameter 'p' must have a real floating dtype, got torch.complex64",
+            (
+                "parameter 'p' must have a real floating dtype, got torch.complex64; register its real "
+                "and imaginary parts as two parameters, and torch.complex() them in the forward"
+            ),
         ),
         (
             lambda: nn.Parameter(torch.ones(2, 0)),
@@ -465,6 +468,60 @@ def test_a_module_that_is_a_unit_already_is_refused() -> None:
     on_one(body)
 
 
+def test_a_module_below_a_unit_of_another_context_is_refused() -> None:
+    """The error speaks of contexts: to change the order of the calls would not help."""
+
+    def body() -> None:
+        model = nn.Sequential(linear())
+        shard(model, "", mesh=(1,))
+        with fsdp_core.fully_shard_context():
+            refused(
+                lambda: fsdp_core.fully_shard(model[0], mesh_of(1), SHARDED),
+                ConfigError,
+                "a parameter belongs to one unit, got 'weight' of Linear, which is '0.weight' of the "
+                "unit FsdpSequential already; that unit is of another context; shard the whole model "
+                "inside one `with fully_shard_context()`",
+            )
+
+    on_one(body)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"placements": None}, "placements must be a Placements, got None"),
+        ({"mesh": "dp"}, "mesh must be a DeviceMesh, got 'dp'"),
+        (
+            {"mixed_precision_policy": torch.bfloat16},
+            "mixed_precision_policy must be a MixedPrecisionPolicy, got torch.bfloat16",
+        ),
+        ({"schedule_policy": 2}, "schedule_policy must be a SchedulePolicy, got 2"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(options: dict[str, Any], message: str) -> None:
+    """The error names the argument and its type; the module stays what it was."""
+
+    def body() -> None:
+        arguments: dict[str, Any] = {"module": linear(), "mesh": mesh_of(1), "placements": SHARDED}
+        arguments |= options
+        with fsdp_core.fully_shard_context():
+            refused(lambda: fsdp_core.fully_shard(**arguments), TypeError, message)
+        assert type(arguments["module"]) is nn.Linear
+
+    on_one(body)
+
+
+def test_no_tensor_of_integers_can_require_a_gradient() -> None:
+    """PyTorch sees to it, so fully_shard keeps every parameter of integers whole, as it is."""
+    counts = nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False)
+    weight = nn.Parameter(torch.ones(2))
+
+    with pytest.raises(RuntimeError, match="only Tensors of floating point dtype"):
+        counts.requires_grad_()
+    with pytest.raises(RuntimeError, match="must be floating point or complex dtype"):
+        weight.data = counts.data
+
+
 def test_a_mesh_of_another_device_type_is_refused() -> None:
     """The context computes on one device type."""
 
@@ -516,7 +573,7 @@ def test_what_is_no_module_is_refused() -> None:
 
     def body() -> None:
         with fsdp_core.fully_shard_context():
-            candidates: tuple[Any, ...] = ([], "layer")
+            candidates: tuple[Any, ...] = ([], "layer", None)
             for candidate in candidates:
                 with pytest.raises(ConfigError, match=r"^fully_shard needs a module or a sequence"):
                     fsdp_core.fully_shard(candidate, mesh_of(1), SHARDED)
