@@ -13,7 +13,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
 from fsdp_core.parameter_group import living_group, owner_of
-from fsdp_core.torch_private import is_assigning_load, never_compiled
+from fsdp_core.torch_private import (
+    base_of,
+    is_assigning_load,
+    is_made_since,
+    never_compiled,
+)
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
@@ -36,7 +41,7 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
         module.register_state_dict_post_hook(_after_save)
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
-            module.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+            module.register_forward_hook(_after_forward, always_call=True)
     unit.watch = _watch_gradient
     for index, member in enumerate(unit.members):
         if member.full.requires_grad:
@@ -63,18 +68,28 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
 
 
 @never_compiled
-def _after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
     use = unit_of(module).post_forward(module)
     if use is None:
         return
-    entries = [
-        tensor
-        for tensor in tensors_of(output)
-        if tensor.grad_fn is not None and not _is_input(tensor, args, kwargs)
-    ]
+    made = (_made_by(tensor, use.first_node) for tensor in tensors_of(output))
+    entries = list(dict.fromkeys(tensor for tensor in made if tensor is not None))
     for tensor in entries:
         _enter_through(tensor, use)
     unit_of(module).end_with(use, entries)
+
+
+def _made_by(tensor: Tensor, first_node: int) -> Tensor | None:
+    """Return what backward passes when it enters a call through this output; None: it does not.
+
+    Why by nodes: an input that is handed on untouched has none of this call's, one that was
+    written in place has. Why the base of a view: an operator in place on a view, later, takes the
+    view's own node out of the graph, and leaves the base's.
+    """
+    base = base_of(tensor)
+    if base is not None and is_made_since(base, first_node):
+        return base
+    return tensor if is_made_since(tensor, first_node) else None
 
 
 def _enter_through(tensor: Tensor, use: Use) -> None:
@@ -91,11 +106,6 @@ def _enter_through(tensor: Tensor, use: Use) -> None:
     uses = [use]
     setattr(tensor, _USES, (tensor.grad_fn, uses))
     tensor.register_hook(partial(_before_backward, uses))
-
-
-def _is_input(tensor: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether a module returned this input untouched, so that backward does not pass its nodes."""
-    return any(tensor is each for each in args) or any(tensor is each for each in kwargs.values())
 
 
 @never_compiled
@@ -244,7 +254,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         try:
             output = function(living, *args, **kwargs)
         finally:
-            _after_forward(living, args, kwargs, output)
+            _after_forward(living, args, output)
         return output
 
     setattr(module, name, gathered)

@@ -213,6 +213,17 @@ def next_node_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor that this one is a view of, as autograd sees it; None if it is no view."""
+    return tensor._base
+
+
+def is_made_since(tensor: Tensor, first_node: int) -> bool:
+    """Whether this thread made a tensor's autograd node, and not before `first_node`."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= first_node
+
+
 def has_reentrant_checkpoint(outputs: Sequence[Tensor], first_node: int) -> bool:
     """Whether a graph holds a checkpoint that runs a backward pass of its own.
 

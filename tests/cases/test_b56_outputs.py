@@ -134,3 +134,57 @@ def test_an_output_without_tensors_passes_through(returned: Any) -> None:
 
     for (trained,) in report.results:
         assert trained.gradients["1.layer.weight"] is None
+
+
+class InPlace(nn.Module):
+    """A layer that adds to its input, and returns that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Write `x`, whose earlier node the layer's own backward does not need."""
+        return x.add_(self.layer(x.clone()))
+
+
+@pytest.mark.parametrize("units", [("0", "1", "2", ""), ("0", "1", "2")], ids=["root", "no root"])
+@pytest.mark.filterwarnings("ignore:step 0. unit .* was expected to enter its backward next")
+def test_an_input_that_is_returned_with_other_values_is_an_output(units: tuple[str, ...]) -> None:
+    """It is the same object, but backward has to pass through the unit."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number)), rank).backward()
+
+    def build() -> nn.Module:
+        return fill(nn.Sequential(linear(), InPlace(), linear()))
+
+    check_parity(Training(build, step, units))
+
+
+class Sliced(nn.Module):
+    """A layer that returns a view of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two parts of the layer's output."""
+        y = self.layer(x)
+        return y[:, :2], y[:, 2:]
+
+
+def test_an_output_that_its_reader_writes_in_place_still_leads_backward_to_the_unit() -> None:
+    """PyTorch gives a view that was written another node; the unit's hook must not go with it."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        front, sliced, back = model.children()
+        first, second = sliced(front(batch(rank, number)))
+        first.mul_(2)
+        loss_of(back(first.add_(second)), rank).backward()
+
+    def build() -> nn.Module:
+        return fill(nn.Sequential(linear(), Sliced(), linear()))
+
+    check_parity(Training(build, step, ("0", "1", "2")))
