@@ -28,6 +28,7 @@ from fsdp_core.torch_private import (
     in_graph_task,
     next_node_number,
     post_accumulate_hooks,
+    version_of,
 )
 
 Direction = Literal["forward", "backward", "none"]
@@ -183,6 +184,13 @@ class ShardedUnit:
             for slot in member.slots
         ]
         self._pairs = [(member.sharded, member.full) for member in self.members]
+        self._dropped = [
+            (member.full, member.fqn)
+            for group in self.groups
+            if not group.keeps_writes
+            for member in group.members
+        ]
+        self._dropped_versions = [version_of(full) for full, _ in self._dropped]
         self._labels: dict[str, str] = {}
         # State of the weights, and of the modules' registries.
         self._weights: Weights = _RESHARDED
@@ -286,6 +294,9 @@ class ShardedUnit:
     def _register_full(self) -> None:
         if self._holds_full:
             return
+        for registry, name, sharded, _ in self._swaps:
+            if registry.get(name) is not sharded:
+                raise self._replaced(registry, name)
         for sharded, full in self._pairs:
             if full.requires_grad is not sharded.requires_grad:
                 self._follow_trainability()
@@ -293,6 +304,45 @@ class ShardedUnit:
         for registry, name, _, full in self._swaps:
             registry[name] = full
         self._holds_full = True
+
+    def _replaced(self, registry: dict[str, nn.Parameter | None], name: str) -> StateError:
+        """Say that somebody put another object where a module holds a sharded parameter."""
+        fqn = next(
+            slot.fqn
+            for member in self.members
+            for slot in member.slots
+            if slot.registry is registry and slot.name == name
+        )
+        msg = (
+            f"the parameters of unit {self.name!r} must be those that fully_shard put there, got "
+            f"another object for {fqn!r} (by assignment, or torch.func.functional_call); copy values "
+            f"into the sharded parameter, under torch.no_grad()"
+        )
+        return self.context.located(StateError(msg, fqn=self.fqn))
+
+    def _check_unwritten(self) -> None:
+        """Check that nobody wrote full weights that are dropped.
+
+        Raises:
+            StateError: somebody did.
+        """
+        versions = [version_of(full) for full, _ in self._dropped]
+        if versions == self._dropped_versions:
+            return
+        written = [
+            fqn
+            for (_, fqn), before, now in zip(
+                self._dropped, self._dropped_versions, versions, strict=True
+            )
+            if now != before
+        ]
+        self._dropped_versions = versions
+        msg = (
+            f"full weights must not be written, got a write of {written} of unit {self.name!r}, "
+            f"which is lost when they are freed; write the sharded parameters between passes, under "
+            f"torch.no_grad()"
+        )
+        raise self.context.located(StateError(msg, fqn=self.fqn))
 
     def _register_sharded(self) -> None:
         if not self._holds_full:
@@ -413,6 +463,7 @@ class ShardedUnit:
             raise self.context.located(StateError(msg, fqn=self.fqn))
         if not self._holders:
             self._reshard()
+            self._check_unwritten()
 
     def require_sharded(self, what: str) -> None:
         """Have the sharded parameters in the modules, for something that must see them.
@@ -429,6 +480,7 @@ class ShardedUnit:
             )
             raise self.context.located(StateError(msg, fqn=self.fqn))
         self._reshard()
+        self._check_unwritten()
 
     def prefetch_successors(self, phase: Phase) -> None:
         """Gather the units early that follow this one, within its budget for the direction."""
@@ -503,7 +555,10 @@ class ShardedUnit:
         evaluating = context.evaluating
         if not call.recomputing and not context.calls:
             context.end_forward(failed=failed)
-        if failed or evaluating:
+        if failed:
+            return None
+        self._check_unwritten()
+        if evaluating:
             return None
         if not torch.is_grad_enabled():
             self._note_hidden_use(call)

@@ -254,6 +254,11 @@ class ParameterGroup:
         return self._stored is not None
 
     @property
+    def keeps_writes(self) -> bool:
+        """Whether what is written to the full weights is written to the main weights."""
+        return self.keeps_full and self.main_weight in (self.full_weight, self._stored_slice)
+
+    @property
     def full_nbytes(self) -> int:
         """Bytes of the full weights."""
         return self.full_numel * self._compute_dtype.itemsize

@@ -1,4 +1,7 @@
-"""B47: loading with assign=True would part a unit from its buffers, and is refused."""
+"""B47: what would part a unit from its buffers, such as loading with assign=True, is refused."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ from torch import nn
 
 import fsdp_sim
 from fsdp_core import StateError
-from tests.cases.programs import Row, batch, fill, shard, sharded_parameters
+from tests.cases.programs import Row, assert_resting, batch, fill, shard, sharded_parameters
 
 
 def twos(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,6 +45,54 @@ def test_it_raises_before_anything_is_replaced(root: str) -> None:
     for result in fsdp_sim.simulate(program, 2).results:
         assert message.split(" for ")[0] in result
         assert "use assign=False" in result
+
+
+def assign(model: nn.Module, _state: dict[str, torch.Tensor], rank: int) -> None:
+    """Put a parameter of one's own in, and run."""
+    a: Any = model.get_submodule("a")
+    a.weight = nn.Parameter(torch.ones(2, 2))
+    model(batch(rank))
+
+
+def call_functionally(model: nn.Module, state: dict[str, torch.Tensor], rank: int) -> None:
+    """Run with other parameters, without changing the model."""
+    torch.func.functional_call(model, state, (batch(rank),))
+
+
+@pytest.mark.parametrize("replace", [assign, call_functionally])
+def test_a_replaced_parameter_is_refused_by_the_forward_that_would_ignore_it(
+    replace: Callable[[nn.Module, dict[str, torch.Tensor], int], None],
+) -> None:
+    """The unit would go on with what its buffers hold; the message says how to write those."""
+
+    def program(rank: int) -> str:
+        model = fill(Row("a", "b"))
+        shard(model, "a", "b", "")
+        with pytest.raises(StateError) as caught:
+            replace(model, twos(model), rank)
+        assert_resting(model.get_submodule("b"))
+        return str(caught.value)
+
+    message = (
+        "the parameters of unit 'a' must be those that fully_shard put there, got another object for "
+        "'weight' (by assignment, or torch.func.functional_call); copy values into the sharded "
+        "parameter, under torch.no_grad()"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
+def test_a_model_that_was_called_functionally_is_as_it_was() -> None:
+    """PyTorch puts the sharded parameters back, and the next forward uses them."""
+
+    def program(rank: int) -> torch.Tensor:
+        model = fill(Row("a", "b"))
+        shard(model, "a", "b", "")
+        with pytest.raises(StateError):
+            call_functionally(model, twos(model), rank)
+        return model(batch(rank))
+
+    for rank, output in enumerate(fsdp_sim.simulate(program, 2).results):
+        assert torch.equal(output, fill(Row("a", "b"))(batch(rank)))
 
 
 def _folded(x: torch.Tensor) -> torch.Tensor:

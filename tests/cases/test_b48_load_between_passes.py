@@ -1,15 +1,26 @@
 """B48: what is loaded between a forward and its backward is used, and what is saved is sharded."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_sim
 from fsdp_core import Placements, SchedulePolicy, StateError
-from tests.cases.programs import SHARDED, ZERO_1, assert_resting, linear, shard
+from tests.cases.programs import (
+    SHARDED,
+    ZERO_1,
+    Training,
+    assert_resting,
+    batch,
+    check_parity,
+    linear,
+    loss_of,
+    shard,
+)
 
 KEPT = SchedulePolicy(reshard_after_forward=False)
 ONE = torch.ones(1, 2)
@@ -154,3 +165,64 @@ def test_whatever_writes_the_shards_the_next_forward_sees_it(
         return outputs
 
     assert fsdp_sim.simulate(program, 2).results == [[8.0, 32.0]] * 2
+
+
+class Clamped(nn.Module):
+    """A layer that keeps its weight small, by writing it in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 2), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Clamp, and multiply."""
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x @ self.weight.T
+
+
+def write_by_hand(model: nn.Module) -> None:
+    """Write the gathered weights."""
+    unit: Any = model.get_submodule("0")
+    unit.unshard()
+    nn.init.constant_(unit.weight, 2)
+    unit.reshard()
+
+
+def write_in_forward(model: nn.Module) -> None:
+    """Run a module that writes its own weight."""
+    model(ONE)
+
+
+@pytest.mark.parametrize("write", [write_by_hand, write_in_forward])
+@POLICIES
+def test_a_write_of_full_weights_is_refused_where_it_would_be_lost(
+    write: Callable[[nn.Module], None], policy: SchedulePolicy
+) -> None:
+    """What a rank gathered is dropped, and nothing carries it back to the shards."""
+
+    def program(rank: int) -> str:
+        model = nn.Sequential(Clamped(), linear())
+        shard(model, "0", "1", "", schedule_policy=policy)
+        with pytest.raises(StateError) as caught:
+            write(model)
+        return str(caught.value)
+
+    message = (
+        "full weights must not be written, got a write of ['weight'] of unit '0', which is lost when "
+        "they are freed; write the sharded parameters between passes, under torch.no_grad()"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
+def test_a_write_of_full_weights_is_kept_where_they_are() -> None:
+    """Where each rank holds them whole and writes the same, as without sharding."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number)), rank).backward()
+
+    check_parity(
+        Training(
+            lambda: nn.Sequential(Clamped()), step, ("0",), steps=2, options={"placements": ZERO_1}
+        )
+    )
