@@ -95,6 +95,7 @@ class RankMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @patches.never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one call."""
         if types and patches.is_python_subclass(types):

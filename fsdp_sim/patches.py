@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from torch._C._distributed_c10d import Backend, FakeProcessGroup, ReduceOp
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
 from torch._C._distributed_c10d import Store as Store
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 BACKEND = "sim"
 MISSING = object()
@@ -585,6 +587,18 @@ def is_python_subclass(types: tuple[type, ...]) -> bool:
 
 
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Let Dynamo leave out a function of ours, and all that it calls, in the code that it compiles.
+
+    Where torch 2.11 does not compile a frame it tries those that the frame calls, ours among them.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def _isolate_threads(isolate: bool) -> None:  # noqa: FBT001  positional in C++

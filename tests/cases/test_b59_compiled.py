@@ -1,9 +1,9 @@
 """B59: a compiled unit's layers are in compiled graphs, and nothing falls back in silence."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.cases.programs import (
     Training,
@@ -18,6 +18,20 @@ from tests.cases.programs import (
 )
 
 STEPS = 5
+
+
+class Layers(nn.Module):
+    """Two layers; a class of PyTorch's own would not be compiled by torch 2.11."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.second = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run one behind the other."""
+        hidden: Tensor = self.first(x)
+        return cast("Tensor", self.second(hidden))
 
 
 class Backend:
@@ -43,7 +57,7 @@ def training(compile_with: Backend | None, graphs: list[int]) -> Training:
         if compile_with is not None:
             graphs.append(len(compile_with.linears))
 
-    return Training(lambda: fill(nn.Sequential(linear(), linear())), step, ("",), STEPS, mesh=(1,))
+    return Training(lambda: fill(Layers()), step, ("",), STEPS, mesh=(1,))
 
 
 def test_the_layers_are_compiled_once_and_communicate_as_without() -> None:
