@@ -15,6 +15,9 @@ PREFIX = "rank_"
 """Files are called ``rank_0``, ``rank_1`` …; ``torchfrtrace --prefix rank_ DIRECTORY`` reads them."""
 
 _POINT_TO_POINT = ("send", "recv")
+_NAMES = {"barrier": "all_reduce_barrier"}
+_NAMES_UNEVEN = {"all_gather": "ALLGATHER_coalesced", "reduce_scatter": "REDUCE_SCATTER_coalesced"}
+"""What NCCL does an operation by is what it records, and what the analysis of every version knows."""
 _Numels = list[list[int]]
 _Key = tuple[str, tuple[int, ...], int, str]
 
@@ -132,8 +135,8 @@ def _profiling_name(op: Op, call: Call) -> str:
         arrow = "->" if call.name == "send" else "<-"
         ranks = (call.group.index(rank) for rank in (op.rank, call.peer))
         return f"nccl:{call.name} {arrow.join(map(str, ranks))}"
-    is_uneven = call.name in ("all_gather", "reduce_scatter") and len(call.sizes) > 1
-    return f"nccl:{call.name}_v" if is_uneven else f"nccl:{call.name}"
+    names = _NAMES_UNEVEN if len(call.sizes) > 1 else _NAMES
+    return f"nccl:{names.get(call.name, call.name)}"
 
 
 def _numels(op: Op, call: Call) -> tuple[_Numels, _Numels]:

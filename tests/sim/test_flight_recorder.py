@@ -41,11 +41,12 @@ def test_matching_collectives_pass_the_check(tmp_path: Path) -> None:
         issue(ops, "scatter", 6, 8, root=1)
         issue(ops, "all_to_all", 7, 4, 4, 4, 4)
         issue(ops, "barrier", 8)
+        issue(ops, "reduce_scatter", 9, 8, 4, reduce_op="SUM")
 
     collectives = analysed(tmp_path, *ranks).collectives
 
-    assert [c.pass_check for c in collectives] == [True] * 9
-    assert [c.collective_state for c in collectives] == ["completed"] * 9
+    assert [c.pass_check for c in collectives] == [True] * 10
+    assert [c.collective_state for c in collectives] == ["completed"] * 10
 
 
 def test_a_mismatch_is_named_by_rank(tmp_path: Path) -> None:
@@ -58,6 +59,17 @@ def test_a_mismatch_is_named_by_rank(tmp_path: Path) -> None:
 
     assert not first.pass_check
     assert list(first.mismatch_collectives) == [1]
+
+
+def test_uneven_sizes_that_differ_are_a_mismatch(tmp_path: Path) -> None:
+    """Of what each rank gives, in an all-gather of unequal tensors."""
+    ranks = Ops(0), Ops(1)
+    issue(ranks[0], "all_gather", 0, 8, 4)
+    issue(ranks[1], "all_gather", 0, 4, 8)
+
+    (first, *_) = analysed(tmp_path, *ranks).collectives
+
+    assert not first.pass_check
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
