@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.pipelining import schedules
 
 import fsdp_sim
 from tests.sim.parallel_programs import DDP, DTENSOR, FSDP2, pipeline, save_and_load
@@ -15,6 +16,14 @@ PROGRAMS = {
     for family, programs in (("FSDP2", FSDP2), ("DDP", DDP), ("DTensor", DTENSOR))
     for name, program in programs.items()
 }
+
+OF_PYTORCHS_OWN = (
+    []
+    if hasattr(schedules._PipelineSchedule, "_initialize_pp_stages")
+    else [("Race", (2,)), ("Race", (3,))]
+)
+"""Up to torch 2.11 a middle stage warms up by receiving from both neighbours at once into one buffer, whose
+value it never reads: the ranks of the middle stage."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +58,8 @@ def test_a_pipeline_of_sharded_stages_is_clean_and_gives_what_processes_give(
     tmp_path: Path,
 ) -> None:
     """3 stages x 2 data-parallel ranks under FSDP2."""
-    report = fsdp_sim.simulate(pipeline, 6, poison=True)
+    report = fsdp_sim.simulate(pipeline, 6, poison=True, strict=False)
 
+    assert [(finding.kind, finding.ranks) for finding in report.findings] == OF_PYTORCHS_OWN
+    assert all("'recv' and 'recv' of one batch" in each.message for each in report.findings)
     assert report.results == on_gloo({"pipeline": pipeline}, 6, tmp_path)["pipeline"]
