@@ -419,6 +419,10 @@ def future_of_tensors(tensors: list[torch.Tensor]) -> Any:
     return torch._C.fork(lambda: tensors)
 
 
+MACHINES_DEVICE = (torch._C, "_get_accelerator")
+"""Where PyTorch's own Python asks for the machine's accelerator, or its CPU."""
+START_OF_CUDA = (torch.cuda, "_lazy_init")
+"""What every function of ``torch.cuda`` calls first that needs the GPU."""
 DEBUG_OFF = dist.DebugLevel.OFF
 DEBUG_LEVEL_OWNER = c10d
 INIT_PROCESS_GROUP = c10d.init_process_group

@@ -1,6 +1,7 @@
 """Shims: which PyTorch names mean what while a world runs."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,10 +57,20 @@ def _install_streams(undo: patches.Patches) -> None:
         undo.replace(module, "is_available", lambda: False)
         undo.replace(module, "device_count", lambda: 0)
     undo.replace(torch.accelerator, "current_accelerator", _no_accelerator)
+    undo.replace(*patches.MACHINES_DEVICE, lambda: torch.device("cpu"))
+    undo.replace(*patches.START_OF_CUDA, _refuse_cuda)
 
 
 def _no_accelerator(check_available: bool = False) -> None:
     """Return None: a rank's device is the CPU's, whatever the machine has."""
+
+
+def _refuse_cuda() -> None:
+    function = sys._getframe(1).f_code.co_name  # noqa: SLF001  the only way to the caller's name
+    raise RuntimeError(
+        f"CUDA is hidden inside a simulated world, got torch.cuda.{function}(); let the program ask "
+        "torch.cuda.is_available() first"
+    )
 
 
 def _install_backward(undo: patches.Patches) -> None:

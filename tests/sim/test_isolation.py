@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_sim
@@ -39,6 +40,37 @@ def each(use: Callable[[int], Any], look: Callable[[], Any], world_size: int = 3
         return look()
 
     return fsdp_sim.simulate(program, world_size).results
+
+
+# ---------------------------------------------------------------------- the machine's devices
+
+
+def test_a_gpu_of_the_machine_is_hidden_from_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the machine's accelerator, in Python or of C++, gets the simulated device."""
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+
+    def program(_rank: int) -> Any:
+        unit = torch.nn.Linear(2, 2)
+        fully_shard(unit)
+        unit(torch.ones(1, 2)).sum().backward()
+        dist.barrier()
+        weight: Any = unit.weight
+        return weight.device_mesh.device_type
+
+    assert fsdp_sim.simulate(program, 2).results == ["cpu"] * 2
+    assert torch._C._get_accelerator().type == "cuda"
+
+
+@pytest.mark.parametrize("name", ["synchronize", "current_stream", "current_device"])
+def test_use_of_cuda_is_refused_by_name_on_every_machine(name: str) -> None:
+    """A program must not do another thing where there is a GPU."""
+
+    def program(_rank: int) -> None:
+        getattr(torch.cuda, name)()
+
+    message = rf"^CUDA is hidden inside a simulated world, got torch\.cuda\.{name}\(\); "
+    with pytest.raises(RuntimeError, match=message):
+        fsdp_sim.simulate(program, 1)
 
 
 # ---------------------------------------------------------------------- random numbers
