@@ -7,7 +7,7 @@ units only through the small protocol `Unit`.
 import warnings
 import weakref
 from collections.abc import Container, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -851,11 +851,13 @@ def _is_unentered(use: Any) -> bool:
 def _resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return accelerator.default_device()
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    resolved: object = device
+    if isinstance(device, str):
+        with suppress(RuntimeError):  # no name of a device, and refused below
+            resolved = torch.device(device)
+    if not isinstance(resolved, torch.device):  # PyTorch would take 7 for the eighth GPU
         msg = f"a context needs a cpu or cuda device, got {device!r}"
-        raise ConfigTypeError(msg) from error
+        raise ConfigTypeError(msg)
     if resolved.type not in ("cpu", "cuda"):
         msg = f"a context needs a cpu or cuda device, got {device}"
         raise ConfigError(msg)

@@ -96,5 +96,8 @@ def test_what_cannot_be_sharded_is_refused_by_name_when_sharded() -> None:
             shard(model, "")
         return str(caught.value), type(model)
 
-    message = "parameter 'phases' must have a real floating dtype, got torch.complex64"
+    message = (
+        "parameter 'phases' must have a real floating dtype, got torch.complex64; register its real "
+        "and imaginary parts as two parameters, and torch.complex() them in the forward"
+    )
     assert fsdp_sim.simulate(program, 2).results == [(message, Router)] * 2

@@ -1,5 +1,6 @@
 """Run the body of a test on simulated ranks, or on as many real processes."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +38,10 @@ def _process(rank: int, bodies: Sequence[Body], world_size: int, backend: str, s
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # without a device of its own, a context takes a GPU
+        )
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=world_size)
     for body in bodies:
         body(rank)
