@@ -96,9 +96,10 @@ def current_stream(device: torch.device) -> Stream:
 
     Why by handle on CUDA: asking for the object makes a new one each time, at ten times the cost.
     """
-    if device.type != "cuda":
+    handle = cuda_stream_handle(device.index) if device.type == "cuda" else None
+    if handle is None:
         return torch.get_device_module(device).current_stream(device)
-    key = (device.index, cuda_stream_handle(device.index))
+    key = (device.index, handle)
     stream = _STREAMS.get(key)
     if stream is None:
         stream = _STREAMS[key] = torch.get_device_module(device).current_stream(device)

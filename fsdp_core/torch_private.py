@@ -181,9 +181,10 @@ def adjusted_learning_rate(lr: float, rule: str | None, shape: torch.Size) -> fl
     return _muon._adjust_lr(lr, rule, shape)
 
 
-def cuda_stream_handle(device_index: int) -> int:
-    """Return CUDA's handle of the current stream of a device."""
-    return int(torch._C._cuda_getCurrentRawStream(device_index))
+def cuda_stream_handle(device_index: int) -> int | None:
+    """Return CUDA's handle of the current stream of a device; None where PyTorch cannot say it."""
+    ask = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return None if ask is None else int(ask(device_index))
 
 
 def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
