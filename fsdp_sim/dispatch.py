@@ -125,6 +125,11 @@ def moves_nothing(func: Any) -> bool:
     return operator_of(func).handle is _run_untouched
 
 
+def is_made_of_others(func: Any) -> bool:
+    """Whether an operator runs under the mode itself, so that those that it is made of are seen."""
+    return operator_of(func).handle in (_run_higher_order, _run_functional)
+
+
 def classify(func: Any) -> Operator:
     """Return what is known of an operator."""
     if patches.is_higher_order(func):
@@ -190,7 +195,7 @@ def _run_functional(mode: RankMode, operator: Operator, func: Any, args: Any, kw
 def _run_host_read(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """An operator that the host waits for."""
     machine = mode.machine
-    accesses, _ = _read_arguments(machine, operator, args, kwargs)
+    accesses, _ = read_arguments(machine, operator, args, kwargs)
     if accesses:
         host_read(machine, operator.name, tuple(accesses))
     return func(*args, **kwargs)
@@ -201,7 +206,7 @@ def _run_sized_by_values(
 ) -> Any:
     """An operator whose result's size depends on values: the host waits, then it runs."""
     if host_reads.waits_for_sizes(operator.name, args, kwargs):
-        accesses, _ = _read_arguments(mode.machine, operator, args, kwargs)
+        accesses, _ = read_arguments(mode.machine, operator, args, kwargs)
         if accesses:
             host_read(mode.machine, operator.name, tuple(accesses))
     else:
@@ -259,20 +264,36 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
     machine = mode.machine
     if machine.in_backward:
         machine.backward.at_op(args)
-    accesses, records = _read_arguments(machine, operator, args, kwargs)
+    accesses, records = read_arguments(machine, operator, args, kwargs)
     if machine.must_defer:
         return _run_later(mode, operator, func, args, kwargs, accesses, records)
     if len(accesses) < len(records):  # some are the host's
         if not accesses:
-            return _run_on_host(machine, func, args, kwargs)
+            return run_on_host(machine, func, args, kwargs)
         if operator.name not in host_reads.MIXES and host_reads.take_to_device(
             machine.memory, args, operator.writes, kwargs
         ):
-            accesses, records = _read_arguments(machine, operator, args, kwargs)
+            accesses, records = read_arguments(machine, operator, args, kwargs)
+    return run_on_stream(machine, operator, func, args, kwargs, accesses, records)
+
+
+def run_on_stream(
+    machine: Machine,
+    operator: Operator,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    accesses: list[Access],
+    records: list[StorageRecord],
+) -> Any:
+    """Run an operator on the current stream; results on memory of their own are born there.
+
+    ``accesses`` and ``records`` are those of its arguments; those of its results are added.
+    """
     out = func(*args, **kwargs)
     stream = machine.current_stream_id()
     source, memory = caller(), machine.memory
-    for tensor in _tensors(out):
+    for tensor in tensors_of(out):
         record = memory.born(tensor, source=source)
         if not any(record is known for known in records):
             records.append(record)
@@ -318,15 +339,15 @@ _SPECIAL: dict[str, Handler] = {
 """Handlers of operators, by name with or without their overload."""
 
 
-def _run_on_host(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_host(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
     """All inputs are made from Python data: so is the result, and no stream takes part."""
     out = func(*args, **kwargs)
-    for tensor in _tensors(out):
+    for tensor in tensors_of(out):
         machine.memory.born(tensor, is_host=True)
     return out
 
 
-def _read_arguments(
+def read_arguments(
     machine: Machine, operator: Operator, args: Any, kwargs: Any
 ) -> tuple[list[Access], list[StorageRecord]]:
     """Return the accesses to the arguments, after waiting for values that are still to come."""
@@ -395,10 +416,11 @@ def await_values(
         )
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
+def tensors_of(out: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors among results or arguments, with a storage in memory."""
     if isinstance(out, Tensor):
         if patches.device_of(out).type == "cpu" and out.layout is torch.strided:
             yield out
     elif isinstance(out, (tuple, list)):
         for item in out:
-            yield from _tensors(item)
+            yield from tensors_of(item)

@@ -33,6 +33,7 @@ class StorageRecord:
         ordinal: the id in ops; a storage that is resized gets a new one, since it is new memory.
         stream: the stream whose pool the memory came from.
         is_host: made from Python data alone, so its reads and writes are on no stream.
+        is_placed: the program has said that it is the host's, so it never moves to the device.
         is_born: an op of the rank made it.
         is_allocated: there is an ALLOC op without its FREE.
         is_shared: a stream other than ``stream`` has touched it, so that its end is of interest.
@@ -47,6 +48,7 @@ class StorageRecord:
         "is_allocated",
         "is_born",
         "is_host",
+        "is_placed",
         "is_shared",
         "key",
         "ordinal",
@@ -62,6 +64,7 @@ class StorageRecord:
         self.ordinal = ordinal
         self.stream = stream
         self.is_host = False
+        self.is_placed = False
         self.is_born = False
         self.is_allocated = False
         self.is_shared = False
@@ -73,11 +76,17 @@ class StorageRecord:
 
 
 class Memory:
-    """The storages of one rank."""
+    """The storages of one rank.
+
+    Attributes:
+        records: by address.
+        takes_unknown_for_host: a storage that no op has made is the host's.
+    """
 
     def __init__(self, machine: "Machine") -> None:
         self._machine = weakref.proxy(machine)
         self.records: dict[int, StorageRecord] = {}
+        self.takes_unknown_for_host = False
         self._next = 0
 
     def _new_ordinal(self) -> int:
@@ -88,7 +97,10 @@ class Memory:
         """Return the record of a tensor's storage; an unknown one was made outside any op we saw."""
         storage = tensor.untyped_storage()
         record = self.records.get(storage._cdata)
-        return record if record is not None else self._track(storage)
+        if record is None:
+            record = self._track(storage)
+            record.is_host = record.is_placed = self.takes_unknown_for_host
+        return record
 
     def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """Return the record of a storage if there is one."""

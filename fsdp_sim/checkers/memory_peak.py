@@ -92,10 +92,14 @@ class _Account:
                 del self.deferred[storage]
                 self._log.append((storage, _RELEASE, 0))
 
+    def allocator(self) -> CachingAllocator:
+        """Return the model of the allocator as it is now."""
+        self._replay()
+        return self._allocator
+
     def peaks(self) -> Peaks:
         """Return the most so far."""
-        self._replay()
-        allocator = self._allocator
+        allocator = self.allocator()
         return Peaks(self._requested_peak, allocator.allocated_peak, allocator.reserved)
 
     def _replay(self) -> None:
@@ -128,6 +132,10 @@ class MemoryPeak:
         """Return the most that a rank held at any time."""
         account = self._accounts.get(rank)
         return Peaks(0, 0, 0) if account is None else account.peaks()
+
+    def allocator(self, rank: int) -> CachingAllocator:
+        """Return the model of a rank's allocator as it is now."""
+        return self._accounts.setdefault(rank, _Account()).allocator()
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
         """Allocate and free."""
