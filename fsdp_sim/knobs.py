@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.faults import Rule, parse
 
-KNOWN = "late, collect, shuffleN, seedN, or a fault such as 'crash:issue@rank=1,at=3'"
+KNOWN = "cuda, late, collect, shuffleN, seedN, or a fault such as 'crash:issue@rank=1,at=3'"
 _SHUFFLE = re.compile(r"shuffle([1-9][0-9]{0,8})")
 _SEED = re.compile(r"seed[0-9]{1,9}")
 
@@ -17,12 +17,14 @@ class Knobs:
     """How a run differs from a friendly one.
 
     Attributes:
+        cuda: the program says ``cuda`` and ``nccl``.
         late: values of collectives move as late as is legal.
         collect: whether garbage is collected is decided at each point where hosts may switch.
         shuffle: which permutation orders sets of tensors, parameters and modules on each rank; 0: none.
         faults: what is to go wrong, in the order in which they are asked.
     """
 
+    cuda: bool = False
     late: bool = False
     collect: bool = False
     shuffle: int = 0
@@ -37,17 +39,16 @@ class Knobs:
         Raises:
             ConfigError: no knob is written so.
         """
-        late, collect, shuffle, faults = False, False, 0, []
+        flags = dict.fromkeys(("cuda", "late", "collect"), False)
+        shuffle, faults = 0, []
         for name in names:
             shuffled = _SHUFFLE.fullmatch(name)
-            if name == "late":
-                late = True
-            elif name == "collect":
-                collect = True
+            if name in flags:
+                flags[name] = True
             elif shuffled is not None:
                 shuffle = int(shuffled[1])
             elif ":" in name:
                 faults.append(parse(name))
             elif not _SEED.fullmatch(name):
                 raise ConfigError(f"a knob must be one of {KNOWN}, got {name!r}")
-        return cls(late, collect, shuffle, tuple(faults))
+        return cls(**flags, shuffle=shuffle, faults=tuple(faults))

@@ -18,6 +18,7 @@ from fsdp_sim.world import Rank, Wait
 
 if TYPE_CHECKING:
     from fsdp_sim.checkers.device_graph import Launch
+    from fsdp_sim.cuda_script.gpu import Gpu
     from fsdp_sim.faults import Faults
     from fsdp_sim.meeting import Pending, Wire
     from fsdp_sim.process_group import Communicator
@@ -62,6 +63,7 @@ class Machine:
         hash_count: objects numbered so far; ``shuffle``: which permutation of the numbers to use.
         meshes: the names of the groups of the first device mesh of each kind.
         makes_device_tensor: a tensor is being made from Python data, on a device.
+        gpu: what a CUDA script sees; None where the device has the CPU's name.
         wire: what it shares with the machines of the other ranks.
         communicators: its view of each process group that it has used, by group.
         incarnations: how many groups it has made, by name.
@@ -106,6 +108,7 @@ class Machine:
         self.backward = Backward(self)
         self.in_backward = False
         self.makes_device_tensor = False
+        self.gpu: Gpu | None = None
         self.faults: Faults | None = None
         self.hash_count = 0
         self.shuffle = 0

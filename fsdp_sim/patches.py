@@ -6,6 +6,7 @@ The only file of the simulator with private names.
 import ctypes
 import functools
 import gc
+import importlib
 import os
 import random
 import struct
@@ -25,12 +26,15 @@ import torch._dynamo  # isort: skip
 import torch.distributed.device_mesh  # isort: skip
 import torch.distributed.checkpoint.filesystem  # isort: skip
 import torch.distributed.nn.functional  # isort: skip
+import torch.distributed.tensor._dispatch  # isort: skip
+import torch.distributed.tensor._random  # isort: skip
 import torch.distributed.tensor._sharding_prop  # isort: skip
 import torch.utils._python_dispatch as python_dispatch
 from torch._C._distributed_c10d import Backend, FakeProcessGroup, ReduceOp
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
 from torch._C._distributed_c10d import Store as Store
+from torch.utils._device import DeviceContext, _device_constructors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -484,6 +488,69 @@ METHODS_WITH_REDUCE_OP = (
     "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced",
 )
+
+
+# ---------------------------------------------------------------------- CUDA scripts
+
+
+def default_device() -> torch.device | None:
+    """Return the device of the innermost ``with torch.device(...)`` or ``set_default_device``."""
+    for mode in reversed(torch.overrides._get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            device: torch.device = mode.device
+            return device
+    return None
+
+
+def draws_random_numbers(func: Any) -> bool:
+    """Whether an operator takes numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def copy_across(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Copy a tensor by the operator behind ``Tensor.to``, whatever that has been replaced by."""
+    return torch.ops.aten._to_copy.default(tensor, **how)
+
+
+_CONSTRUCTORS: Any = _device_constructors()
+FACTORIES: tuple[tuple[Any, str], ...] = tuple(
+    (torch, name)
+    for name in sorted(each.__name__ for each in _CONSTRUCTORS)
+    if getattr(torch, name, None) in _CONSTRUCTORS
+    and name not in ("tensor", "as_tensor", "asarray")
+)
+"""Functions that make tensors on a device, the default one unless they are told."""
+
+LIKE_FACTORIES: tuple[tuple[Any, str], ...] = (
+    *(
+        (torch, f"{name}_like")
+        for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+    ),
+    *(
+        (torch.Tensor, f"new_{name}")
+        for name in ("empty", "empty_strided", "full", "ones", "zeros")
+    ),
+)
+"""Functions that make tensors where another one is, unless they are told."""
+
+NCCL = importlib.import_module("torch.cuda.nccl")
+CUDA_START = (torch.cuda, "_lazy_init")
+"""What PyTorch calls before the first use of a CUDA device."""
+RAW_STREAM = (torch._C, "_cuda_getCurrentRawStream")
+"""CUDA's own handle of a stream, where PyTorch is built with CUDA."""
+WRAPPER_MAKER = (torch.Tensor, "_make_wrapper_subclass")
+FOREACH_GROUPING = (torch._C, "_group_tensors_by_device_and_dtype")
+CUDA_MODULES = (
+    torch.cuda,
+    torch.cuda.memory,
+    torch.cuda.random,
+    torch.cuda.streams,
+    torch.cuda.graphs,
+)
+NAMES_OF_BACKENDS = (dist, c10d)
+DEVICE_OF_OBJECTS = (c10d, "_get_object_coll_device")
+RNG_OF_MESHES = (torch.distributed.tensor._random, torch.distributed.tensor._dispatch)
+FILES = torch.serialization
 
 
 # ---------------------------------------------------------------------- installation

@@ -11,9 +11,13 @@ import torch
 from fsdp_sim import groups, leaks, patches, process_group, shims, stuck
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.audit import AuditMode, Lie
+from fsdp_sim.cuda_script import names as cuda_script
+from fsdp_sim.cuda_script.gpu import give_gpu
+from fsdp_sim.cuda_script.mode import CudaMode
 from fsdp_sim.dispatch import RankMode
 from fsdp_sim.errors import (
     FINDING_KINDS,
+    ConfigError,
     Finding,
     SimulationError,
 )
@@ -84,6 +88,8 @@ class Simulation:
         )
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
         self.knobs = Knobs.parse(settings.knobs)
+        if self.knobs.cuda and settings.audit:
+            raise ConfigError("audit=True must not be joined with the knob 'cuda', got both")
         self.wire = Wire(WorldStore(), is_late=self.knobs.late)
         self.machines: list[Machine] = []
         self.lies: dict[Lie, None] = {}
@@ -118,6 +124,8 @@ class Simulation:
         with ExitStack() as stack:
             undo = stack.enter_context(patches.process_wide())
             shims.install(undo)
+            if self.knobs.cuda:
+                cuda_script.install(undo, self.settings.world_size)
             groups.install_stores(undo, self.wire.store.contents)
             _RUNNING.append(self)
             stack.callback(_RUNNING.clear)
@@ -155,6 +163,8 @@ class Simulation:
                 poison=self.settings.poison,
             )
             machine.shuffle, machine.faults = self.knobs.shuffle, self.faults
+            if self.knobs.cuda:
+                give_gpu(machine)
             self.machines.append(machine)
             self._prepare_host_state(rank)
 
@@ -201,6 +211,8 @@ class Simulation:
             patches.drop_groups()
 
     def _mode(self, machine: Machine) -> RankMode:
+        if machine.gpu is not None:
+            return CudaMode(machine, machine.gpu)
         return AuditMode(machine, self.lies) if self.settings.audit else RankMode(machine)
 
     # ------------------------------------------------------------------ nobody can run

@@ -62,7 +62,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         scheduler: "program_order", "uniform", "pct", "exhaustive" or "replay".
         steps: decisions that "pct" expects in a run, to spread its change points over.
         faults: what is to go wrong, such as "crash:issue@rank=1,at=3" (``fsdp_sim.faults``).
-        knobs: what makes the run less friendly: "late", "collect", "shuffle3" (``fsdp_sim.knobs``).
+        knobs: what makes the run less friendly: "late", "collect", "shuffle3"; "cuda" for a program that
+            says ``cuda`` and ``nccl`` (``fsdp_sim.knobs``).
         checkers: names of the checkers to run.
         strict: raise the first error found; otherwise report all.
         step_limit: scheduling decisions allowed.

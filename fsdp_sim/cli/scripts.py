@@ -21,6 +21,9 @@ SCRIPT_FIRST = {"ignore_unknown_options": True, "allow_interspersed_args": False
 ranks_option = click.option(
     "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="simulated ranks"
 )
+as_option = click.option(
+    "--as", "device", type=click.Choice(["cuda"]), help="the script says cuda and nccl"
+)
 trace_option = click.option("--trace", type=OUTPUT, help="write all operations here")
 timeline_option = click.option("--timeline", type=OUTPUT, help="write a timeline for Perfetto here")
 script_argument = click.argument("script", type=click.Path(exists=True, dir_okay=False))
@@ -29,6 +32,7 @@ rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
 @click.command(context_settings=SCRIPT_FIRST)
 @ranks_option
+@as_option
 @click.option("--scheduler", default="program_order", show_default=True, help="who runs next")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the scheduler")
 @trace_option
@@ -36,28 +40,39 @@ rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @script_argument
 @rest_argument
 def run(
-    ranks: int, trace: str | None, timeline: str | None, script: str, arguments: Any, **how: Any
+    ranks: int,
+    device: str | None,
+    trace: str | None,
+    timeline: str | None,
+    script: str,
+    arguments: Any,
+    **how: Any,
 ) -> None:
     """Run SCRIPT once on each rank, and check the run."""
     with _program(script, arguments) as program:
         keeps = bool(trace or timeline)
-        report = fsdp_sim.simulate(program, ranks, strict=False, trace=keeps, **how)
+        how |= {"knobs": _knobs(device), "strict": False, "trace": keeps}
+        report = fsdp_sim.simulate(program, ranks, **how)
         _write(report, trace, timeline)
         conclude(report, [script, *arguments])
 
 
 @click.command(context_settings=SCRIPT_FIRST)
 @ranks_option
+@as_option
 @click.option("--schedules", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--scheduler", default="pct", show_default=True, help="how schedules are drawn")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the first schedule")
 @click.option("--save", type=OUTPUT, help="write a failure here, as a file that replay takes")
 @script_argument
 @rest_argument
-def explore(ranks: int, save: str | None, script: str, arguments: Any, **how: Any) -> None:
+def explore(
+    ranks: int, device: str | None, save: str | None, script: str, arguments: Any, **how: Any
+) -> None:
     """Run SCRIPT under many schedules; show the first failure, made minimal."""
     with _program(script, arguments) as program:
-        search = fsdp_sim.explore(program, ranks, strict=False, **how)
+        how |= {"knobs": _knobs(device), "strict": False}
+        search = fsdp_sim.explore(program, ranks, **how)
         console.print(search.summary())
         if search.failure is not None:
             if save is not None:
@@ -83,6 +98,11 @@ def replay(
         report = fsdp_sim.replay(program, what, strict=False, **options)
         _write(report, trace, timeline)
         conclude(report, [script, *arguments])
+
+
+def _knobs(device: str | None) -> tuple[str, ...]:
+    """Return the knob of a device's name: a replay line holds it too."""
+    return () if device is None else (device,)
 
 
 @contextmanager
