@@ -71,7 +71,7 @@ class AuditMode(RankMode):
         arguments += [(name, v, operator.writes_by_name[name]) for name, v in kwargs.items()]
         with patches.below_dispatch():
             return [
-                _Watched(name, storage, write, patches.bytes_of_storage(storage).clone())
+                _Watched(name, storage, bool(write), patches.bytes_of_storage(storage).clone())
                 for name, value, write in arguments
                 for tensor in _tensors(value)
                 for storage in (tensor.untyped_storage(),)

@@ -79,6 +79,7 @@ def defer(
     fresh = [tensor for tensor, new in zip(flat(out), is_fresh, strict=True) if new]
     for tensor in fresh:
         record = machine.memory.born(tensor, source=deferred.source)
+        assert record is not None
         accesses.append((record, access_of(tensor, record.ordinal, write=True)))
     for record, access in accesses:
         deferred.note(record, access)

@@ -1,6 +1,6 @@
 """Dispatch: every ATen and c10d call of a rank becomes an op with its reads and writes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,16 +61,22 @@ class Operator:
 
     Attributes:
         name: the name in ops, with the overload unless it is the default.
-        writes: for each positional argument, whether it is written.
+        writes: for each positional argument, whether it is written; None where it holds no tensor.
         writes_by_name: the same for arguments given by keyword.
         handle: what the mode does with a call.
+        returns_new: some of its results may be on new memory.
+        needs_memory: it looks at more of its arguments than their shape and type.
+        waits_first: it waits for its stream, which covers the values that it needs.
         can_defer: its outputs' shapes do not depend on values, so it can be run later.
     """
 
     name: str
-    writes: tuple[bool, ...]
-    writes_by_name: dict[str, bool]
+    writes: tuple[bool | None, ...]
+    writes_by_name: dict[str, bool | None]
     handle: Handler
+    returns_new: bool = True
+    needs_memory: bool = True
+    waits_first: bool = False
     can_defer: bool = False
 
 
@@ -99,7 +105,7 @@ class RankMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one call."""
         if types and patches.is_python_subclass(types):
-            if any(kind.__name__ == "FakeTensor" for kind in types):
+            if patches.FakeTensor in types:
                 return func(*args, **(kwargs or {}))
             return NotImplemented
         operator = _OPERATORS.get(id(func))
@@ -136,13 +142,21 @@ def classify(func: Any) -> Operator:
         return Operator(func.name(), (), {}, _run_higher_order)
     schema = patches.schema_of(func)
     hidden = HIDDEN_WRITES.get(schema.name, ())
-    writes = {name: write or name in hidden for name, write in schema.writes.items()}
+    writes = {name: True if name in hidden else write for name, write in schema.writes.items()}
     handle = _handler_of(schema, writes)
-    can_defer = handle in (_run_op, _run_copy, _run_indexing) and patches.is_foreseeable(func)
-    return Operator(schema.full_name, tuple(writes.values()), writes, handle, can_defer)
+    return Operator(
+        schema.full_name,
+        tuple(writes.values()),
+        writes,
+        handle,
+        returns_new=schema.returns_new,
+        needs_memory=schema.name not in NEEDS_NO_MEMORY,
+        waits_first=handle in (_run_host_read, _run_sized_by_values),
+        can_defer=handle in (_run_op, _run_copy, _run_indexing) and patches.is_foreseeable(func),
+    )
 
 
-def _handler_of(schema: patches.Schema, writes: dict[str, bool]) -> Handler:
+def _handler_of(schema: patches.Schema, writes: dict[str, bool | None]) -> Handler:
     name = schema.name
     if schema.namespace == "c10d":
         return _run_collective
@@ -210,7 +224,7 @@ def _run_sized_by_values(
         if accesses:
             host_read(mode.machine, operator.name, tuple(accesses))
     else:
-        operator = replace(operator, handle=_run_op)  # the values may still be to come
+        operator = replace(operator, waits_first=False)  # the values may still be to come
     return _run_op(mode, operator, func, args, kwargs)
 
 
@@ -237,7 +251,7 @@ def _run_copy(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: 
 def _run_empty(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Memory without values."""
     out = _run_op(mode, operator, func, args, kwargs)
-    if out.dtype is not torch.bool and patches.device_of(out).type == "cpu":
+    if out.dtype is not torch.bool and patches.is_on_cpu(out):
         mode.machine.memory.poison(out.untyped_storage())
     return out
 
@@ -291,13 +305,14 @@ def run_on_stream(
     ``accesses`` and ``records`` are those of its arguments; those of its results are added.
     """
     out = func(*args, **kwargs)
+    source = caller()
+    if operator.returns_new:
+        for tensor in (out,) if out.__class__ is Tensor else deferral.flat(out):
+            record = machine.memory.born(tensor, source=source)
+            if record is not None and record not in records:
+                records.append(record)
+                accesses.append(access_of(tensor, record.ordinal, write=True))
     stream = machine.current_stream_id()
-    source, memory = caller(), machine.memory
-    for tensor in tensors_of(out):
-        record = memory.born(tensor, source=source)
-        if not any(record is known for known in records):
-            records.append(record)
-            accesses.append(access_of(tensor, record.ordinal, write=True))
     machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses), source=source)
     return out
 
@@ -323,10 +338,6 @@ def _run_later(
         return _run_op(mode, operator, func, args, kwargs)
 
 
-_WAITS_FIRST = frozenset((_run_host_read, _run_sized_by_values))
-"""Handlers that wait for their stream, which covers the values that they need."""
-
-
 _SPECIAL: dict[str, Handler] = {
     "lift_fresh": _run_lift,
     "copy_": _run_copy,
@@ -342,7 +353,7 @@ _SPECIAL: dict[str, Handler] = {
 def run_on_host(machine: Machine, func: Any, args: Any, kwargs: Any) -> Any:
     """All inputs are made from Python data: so is the result, and no stream takes part."""
     out = func(*args, **kwargs)
-    for tensor in tensors_of(out):
+    for tensor in deferral.flat(out):
         machine.memory.born(tensor, is_host=True)
     return out
 
@@ -353,43 +364,39 @@ def read_arguments(
     """Return the accesses to the arguments, after waiting for values that are still to come."""
     accesses: list[Access] = []
     records: list[StorageRecord] = []
-    for value, write in zip(args, operator.writes, strict=False):
-        if value.__class__ is Tensor or isinstance(value, (Tensor, list, tuple)):
-            _note(machine, operator, value, accesses, records, write=write)
-    for name, value in kwargs.items():
-        if isinstance(value, (Tensor, list, tuple)):
-            write = operator.writes_by_name[name]
-            _note(machine, operator, value, accesses, records, write=write)
+    stream, memory = machine.current_stream_id(), machine.memory
+    for tensor, write in operands(operator, args, kwargs):
+        record = memory.find(tensor)
+        if record is None:
+            continue
+        access = access_of(tensor, record.ordinal, write=write)
+        if record.release is not None and operator.needs_memory:
+            machine.check_is_there(operator.name, record, access)
+        if record.pending and not operator.waits_first:
+            await_values(machine, record, access, operator)
+        records.append(record)
+        if not record.is_host:
+            accesses.append(access)
+            if record.stream != stream:
+                record.is_shared = True
     return accesses, records
 
 
-def _note(
-    machine: Machine,
-    operator: Operator,
-    value: Any,
-    accesses: list[Access],
-    records: list[StorageRecord],
-    *,
-    write: bool,
-) -> None:
-    if not isinstance(value, Tensor):
-        for item in value:
-            if isinstance(item, Tensor):
-                _note(machine, operator, item, accesses, records, write=write)
-        return
-    if patches.device_of(value).type != "cpu" or value.layout is not torch.strided:
-        return
-    record = machine.memory.record_of(value)
-    access = access_of(value, record.ordinal, write=write)
-    if record.release is not None and operator.name.split(".")[0] not in NEEDS_NO_MEMORY:
-        machine.check_is_there(operator.name, record, access)
-    if record.pending and operator.handle not in _WAITS_FIRST:
-        await_values(machine, record, access, operator)
-    records.append(record)
-    if not record.is_host:
-        accesses.append(access)
-        if record.stream != machine.stream.ordinal:
-            record.is_shared = True
+def operands(operator: Operator, args: Any, kwargs: Any) -> list[tuple[Tensor, bool]]:
+    """Return the tensors among the arguments, in order, and whether each is written."""
+    operands: list[tuple[Tensor, bool]] = []
+    writes = operator.writes
+    if kwargs:
+        writes = (*writes[: len(args)], *[operator.writes_by_name[name] for name in kwargs])
+        args = (*args, *kwargs.values())
+    for value, write in zip(args, writes, strict=False):
+        if write is None:
+            continue
+        if isinstance(value, Tensor):
+            operands.append((value, write))
+        elif isinstance(value, (list, tuple)):
+            operands += [(item, write) for item in value if item is not None]
+    return operands
 
 
 def await_values(
@@ -414,13 +421,3 @@ def await_values(
             is_host_wait=False,
             can_defer=operator.can_defer,
         )
-
-
-def tensors_of(out: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors among results or arguments, with a storage in memory."""
-    if isinstance(out, Tensor):
-        if patches.device_of(out).type == "cpu" and out.layout is torch.strided:
-            yield out
-    elif isinstance(out, (tuple, list)):
-        for item in out:
-            yield from tensors_of(item)

@@ -73,7 +73,7 @@ def is_copy_to_host(args: Any, kwargs: Any, memory: Memory) -> bool:
     return memory.record_of(args[0]).is_host and not memory.record_of(args[1]).is_host
 
 
-def take_to_device(memory: Memory, args: Any, writes: tuple[bool, ...], kwargs: Any) -> bool:
+def take_to_device(memory: Memory, args: Any, writes: tuple[bool | None, ...], kwargs: Any) -> bool:
     """Move the host's tensors that an operator needs on the device; return whether there were any."""
     moved = False
     arguments = [*zip(args, writes, strict=False), *((value, False) for value in kwargs.values())]

@@ -142,7 +142,10 @@ class Machine:
 
     def current_stream_id(self) -> int:
         """Return the id of the current stream, in order of first use."""
-        return self.stream_id(self.stream)
+        if self.in_backward:
+            self.backward.follow()
+        ordinal = self._stream.ordinal
+        return ordinal if ordinal >= 0 else self.stream_id(self._stream)
 
     def stream_id(self, stream: "Stream") -> int:
         """Return a stream's id; the first use of a stream is an op of its own."""
@@ -307,22 +310,38 @@ _SUBJECTS = (
 )
 """Parts of the above whose lines are of interest themselves: they order work."""
 
-_IS_PLUMBING: dict[CodeType, bool] = {}
+
+class _IsPlumbing(dict[str, bool]):
+    """File -> whether its lines are of no interest."""
+
+    def __missing__(self, file: str) -> bool:
+        is_plumbing = any(part in file for part in _PLUMBING)
+        is_subject = any(part in file for part in _SUBJECTS)
+        self[file] = is_plumbing and not is_subject
+        return self[file]
 
 
-def _is_plumbing(file: str) -> bool:
-    return any(part in file for part in _PLUMBING) and not any(part in file for part in _SUBJECTS)
+_IS_PLUMBING = _IsPlumbing()
+
+_SOURCES: dict[tuple[int, int], tuple[Source, CodeType]] = {}
+"""Address of a code object, which is kept so that it stays its own, and position in it -> the line:
+hashing code objects and counting their lines takes longer than all else that is done for an op."""
 
 
 def caller() -> Source | None:
     """Return the innermost source line that is neither the simulator's nor PyTorch's plumbing."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  the only way to the caller's line
     while frame is not None:
-        code = frame.f_code
-        plumbing = _IS_PLUMBING.get(code)
-        if plumbing is None:
-            plumbing = _IS_PLUMBING[code] = _is_plumbing(code.co_filename)
-        if not plumbing:
-            return Source(code.co_filename, frame.f_lineno)
+        if not _IS_PLUMBING[frame.f_code.co_filename]:
+            return _source_of(frame)
         frame = frame.f_back
     return None
+
+
+def _source_of(frame: FrameType) -> Source:
+    code = frame.f_code
+    key = (id(code), frame.f_lasti)
+    known = _SOURCES.get(key)
+    if known is None:
+        known = _SOURCES[key] = (Source(code.co_filename, frame.f_lineno), code)
+    return known[0]

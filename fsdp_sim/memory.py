@@ -26,6 +26,13 @@ class Release(NamedTuple):
     nbytes: int
 
 
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows where the storage was, for when it is gone."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class StorageRecord:
     """One storage of one rank, held weakly: the simulator never keeps memory alive.
 
@@ -84,10 +91,11 @@ class Memory:
     """
 
     def __init__(self, machine: "Machine") -> None:
-        self._machine = weakref.proxy(machine)
+        self._machine = machine
         self.records: dict[int, StorageRecord] = {}
         self.takes_unknown_for_host = False
         self._next = 0
+        self._on_death = _on_death(weakref.ref(self))
 
     def _new_ordinal(self) -> int:
         self._next += 1
@@ -102,6 +110,16 @@ class Memory:
             record.is_host = record.is_placed = self.takes_unknown_for_host
         return record
 
+    def find(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """Return the record of a tensor's storage, None where it has none of the rank's device."""
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        record = self.records.get(storage._cdata)
+        if record is None and patches.is_on_cpu(tensor):
+            record = self._track(storage)
+        return record
+
     def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """Return the record of a storage if there is one."""
         return self.records.get(storage._cdata)
@@ -113,11 +131,16 @@ class Memory:
 
     def born(
         self, tensor: torch.Tensor, *, is_host: bool = False, source: Source | None = UNKNOWN
-    ) -> StorageRecord:
-        """Return the record of an op's output; a new storage was allocated on the current stream."""
+    ) -> StorageRecord | None:
+        """Return the record of an op's output; a new storage was allocated on the current stream.
+
+        None where the output is not in the memory of the rank's device.
+        """
+        if tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
         record = self.records.get(storage._cdata)
-        if record is None:
+        if record is None and patches.is_on_cpu(tensor):
             record = self._track(storage)
             record.is_host, record.is_born = is_host, True
             if not is_host:
@@ -139,7 +162,8 @@ class Memory:
     def _track(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = storage._cdata
         record = StorageRecord(key, self._new_ordinal(), self._machine.current_stream_id())
-        record.ref = weakref.ref(storage, _death(weakref.ref(self), key))
+        record.ref = _StorageRef(storage, self._on_death)
+        record.ref.key = key
         self.records[key] = record
         return record
 
@@ -229,10 +253,10 @@ class Memory:
             self._free(record)
 
 
-def _death(memory: "weakref.ref[Memory]", key: int) -> Callable[[Any], None]:
-    def died(_: Any) -> None:
+def _on_death(memory: "weakref.ref[Memory]") -> Callable[[Any], None]:
+    def died(ref: _StorageRef) -> None:
         alive = memory()
         if alive is not None:
-            alive.died(key)
+            alive.died(ref.key)
 
     return died

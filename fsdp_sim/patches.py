@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import Backend, FakeProcessGroup, ReduceOp
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
 from torch._C._distributed_c10d import Store as Store
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._device import DeviceContext, _device_constructors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -654,7 +655,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 def is_python_subclass(types: tuple[type, ...]) -> bool:
     """Whether a dispatched call has a tensor subclass with a meaning of its own among its types."""
-    return any(kind not in PLAIN_TENSORS for kind in types)
+    return not PLAIN_TENSORS.issuperset(types)
 
 
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
@@ -715,6 +716,8 @@ def _forget_traced_functions() -> None:
 original_resize = torch.UntypedStorage.resize_
 device_of = torch._C.TensorBase.device.__get__
 """A tensor's real device, whatever ``Tensor.device`` has been replaced by."""
+is_on_cpu: Callable[[torch.Tensor], bool] = vars(torch._C.TensorBase)["is_cpu"].__get__
+"""Whether a tensor's real device is the CPU; its name takes ten times as long."""
 
 
 def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
@@ -847,16 +850,19 @@ class Schema(NamedTuple):
         namespace: "aten", "c10d", ...
         name: without namespace and overload.
         full_name: with the overload, unless it is the default.
-        writes: for each argument by name, whether it is written; in the order of the arguments.
+        writes: for each argument by name, whether it is written, None where it holds no tensor; in
+            the order of the arguments.
         returns_alias: some result shares memory with an argument.
+        returns_new: some result does not, as far as the schema says.
         result_count: number of results.
     """
 
     namespace: str
     name: str
     full_name: str
-    writes: dict[str, bool]
+    writes: dict[str, bool | None]
     returns_alias: bool
+    returns_new: bool
     result_count: int
 
 
@@ -868,13 +874,18 @@ def is_higher_order(func: Any) -> bool:
 def schema_of(func: Any) -> Schema:
     """Return what a plain operator says of itself."""
     name, overload = func._opname, func._overloadname
-    writes = {
-        arg.name: arg.alias_info is not None and arg.alias_info.is_write
-        for arg in func._schema.arguments
-    }
-    aliases = any(result.alias_info is not None for result in func._schema.returns)
+    writes = {arg.name: _writes(arg) for arg in func._schema.arguments}
+    aliases = [result.alias_info is not None for result in func._schema.returns]
     full_name = name if overload in ("default", "") else f"{name}.{overload}"
-    return Schema(func.namespace, name, full_name, writes, aliases, len(func._schema.returns))
+    return Schema(
+        func.namespace, name, full_name, writes, any(aliases), not all(aliases), len(aliases)
+    )
+
+
+def _writes(argument: Any) -> bool | None:
+    if "Tensor" not in str(argument.type):
+        return None
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 _ARGUMENTS: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}

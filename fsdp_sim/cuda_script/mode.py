@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import host_reads, patches
+from fsdp_sim import deferral, host_reads, patches
 from fsdp_sim.cuda_script.gpu import Gpu
 from fsdp_sim.dispatch import (
     NEEDS_NO_MEMORY,
@@ -22,11 +22,11 @@ from fsdp_sim.dispatch import (
     host_read,
     is_made_of_others,
     moves_nothing,
+    operands,
     operator_of,
     read_arguments,
     run_on_host,
     run_on_stream,
-    tensors_of,
 )
 from fsdp_sim.machine import Machine
 from fsdp_sim.memory import StorageRecord
@@ -131,9 +131,10 @@ class CudaMode(RankMode):
         )
 
     def _place(self, out: Any, *, is_host: bool, is_placed: bool) -> None:
-        for tensor in tensors_of(out):
+        for tensor in deferral.flat(out):
             record = self.machine.memory.born(tensor, is_host=is_host)
-            record.is_placed = record.is_placed or is_placed
+            if record is not None:
+                record.is_placed = record.is_placed or is_placed
 
     # ------------------------------------------------------------------ what may meet
 
@@ -144,9 +145,9 @@ class CudaMode(RankMode):
             RuntimeError: as CUDA's, where a tensor of the host's is among those of the GPU.
         """
         memory = self.machine.memory
-        for tensor, is_written in _with_writes(operator, args, kwargs):
-            record = memory.record_of(tensor)
-            if not record.is_host or not (is_written or tensor.dim()):
+        for tensor, is_written in operands(operator, args, kwargs):
+            record = memory.find(tensor)
+            if record is None or not record.is_host or not (is_written or tensor.dim()):
                 continue
             if not record.is_placed:
                 if is_written or operator.name not in host_reads.MIXES:
@@ -193,12 +194,3 @@ def _plain(value: Any) -> Iterator[Tensor]:
             yield from _plain(item)
     elif isinstance(value, dict):
         yield from _plain(list(value.values()))
-
-
-def _with_writes(operator: Operator, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    for value, is_written in zip(args, operator.writes, strict=False):
-        for tensor in _plain(value):
-            yield tensor, is_written
-    for name, value in kwargs.items():
-        for tensor in _plain(value):
-            yield tensor, operator.writes_by_name[name]
