@@ -1,5 +1,6 @@
 """Dispatch: every ATen and c10d call of a rank becomes an op with its reads and writes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +26,17 @@ VIEWS = frozenset(
         "detach",
         "alias",
         "_reshape_alias",
+        "as_strided_",
+        "squeeze_",
+        "swapaxes_",
+        "swapdims_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+        "detach_",
     )
 )
-"""Operators that move no bytes although their schema does not say that they return a view."""
+"""Operators that move no bytes although their schema says that they write, or not that they return a view."""
 
 HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "native_batch_norm": ("running_mean", "running_var"),
@@ -46,7 +55,6 @@ FACTORIES_WITHOUT_VALUES = frozenset(
 )
 
 NEEDS_NO_MEMORY = FACTORIES_WITHOUT_VALUES | {
-    "resize_",
     *(f"{values}_like" for values in ("zeros", "ones", "full", "rand", "randn", "randint")),
     *(f"new_{values}" for values in ("zeros", "ones", "full")),
 }
@@ -249,18 +257,24 @@ def _run_copy(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: 
 
 
 def _run_empty(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Memory without values."""
-    out = _run_op(mode, operator, func, args, kwargs)
+    """Memory without values: an allocation, which reads and writes no bytes."""
+    memory = mode.machine.memory
+    like = [memory.find(tensor) for tensor, _ in operands(operator, args, kwargs)]
+    out = func(*args, **kwargs)
+    memory.born(out, is_host=bool(like) and all(each is None or each.is_host for each in like))
     if out.dtype is not torch.bool and patches.is_on_cpu(out):
-        mode.machine.memory.poison(out.untyped_storage())
+        memory.poison(out.untyped_storage())
     return out
 
 
 def _run_resize(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """``Tensor.resize_``: more memory is new memory."""
-    storage = args[0].untyped_storage()
+    """``Tensor.resize_``: more memory is new memory, into which the old bytes are copied."""
+    tensor, shape = args[0], args[1].shape if isinstance(args[1], Tensor) else args[1]
+    storage = tensor.untyped_storage()
     nbytes_before = storage.nbytes()
-    out = _run_op(mode, operator, func, args, kwargs)
+    nbytes = (tensor.storage_offset() + math.prod(shape)) * tensor.itemsize
+    run = _run_op if 0 < nbytes_before < nbytes else _run_untouched
+    out = run(mode, operator, func, args, kwargs)
     mode.machine.memory.resized(storage, nbytes_before)
     return out
 
@@ -342,6 +356,7 @@ _SPECIAL: dict[str, Handler] = {
     "lift_fresh": _run_lift,
     "copy_": _run_copy,
     "resize_": _run_resize,
+    "resize_as_": _run_resize,
     **dict.fromkeys(FACTORIES_WITHOUT_VALUES, _run_empty),
     **dict.fromkeys(host_reads.READS_VALUE, _run_host_read),
     **dict.fromkeys(host_reads.READS_SIZE, _run_sized_by_values),
@@ -369,8 +384,11 @@ def read_arguments(
         record = memory.find(tensor)
         if record is None:
             continue
+        if not write and not operator.needs_memory:
+            records += [record] if record.is_host else []  # so is the result then
+            continue
         access = access_of(tensor, record.ordinal, write=write)
-        if record.release is not None and operator.needs_memory:
+        if record.release is not None:
             machine.check_is_there(operator.name, record, access)
         if record.pending and not operator.waits_first:
             await_values(machine, record, access, operator)

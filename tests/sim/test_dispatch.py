@@ -1,0 +1,122 @@
+"""Dispatch: which bytes an operator reads and writes, and which it only looks at the shape of."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_sim.op import Kind
+from tests.sim.litmus import is_racy, on_one_rank, ops_of
+
+
+def on_side(work: Callable[[], object]) -> None:
+    """Do work on a stream that waits for nothing."""
+    with torch.cpu.stream(torch.cpu.Stream()):
+        work()
+
+
+FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "empty": lambda x: torch.empty(4),
+    "empty_like": torch.empty_like,
+    "empty_strided": lambda x: torch.empty_strided((4,), (1,)),
+    "new_empty": lambda x: x.new_empty(4),
+    "empty_permuted": lambda x: torch.empty_permuted((2, 2), (1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_an_allocation_writes_no_bytes(name: str) -> None:
+    """Another stream may be the first to write fresh memory: nothing is on its way into it."""
+
+    def program() -> None:
+        x = torch.ones(4)
+        fresh = FACTORIES[name](x)
+        on_side(lambda: fresh.fill_(1.0))
+
+    assert not is_racy(program)
+
+
+def test_what_writes_fresh_memory_still_counts() -> None:
+    """The other side of the rule: zeros are bytes."""
+
+    def program() -> None:
+        fresh = torch.zeros(4)
+        on_side(lambda: fresh.fill_(1.0))
+
+    assert is_racy(program)
+
+
+SHAPES_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: FACTORIES[name] for name in ("empty_like", "new_empty")},
+    "zeros_like": torch.zeros_like,
+    "ones_like": torch.ones_like,
+    "full_like": lambda x: torch.full_like(x, 2.0),
+    "rand_like": torch.rand_like,
+    "new_zeros": lambda x: x.new_zeros(2),
+    "new_full": lambda x: x.new_full((2,), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES_ALONE)
+def test_an_operator_that_looks_at_a_shape_reads_no_bytes(name: str) -> None:
+    """Another stream may be writing them."""
+
+    def program() -> None:
+        x = torch.ones(4)
+        torch.cpu.synchronize()
+        on_side(lambda: x.fill_(2.0))
+        SHAPES_ALONE[name](x)
+
+    assert not is_racy(program)
+
+
+def test_what_looks_like_a_host_tensor_is_the_hosts() -> None:
+    """No operator on a device comes of it."""
+
+    def program() -> None:
+        torch.zeros_like(torch.tensor([1.0, 2.0]))
+
+    assert not any(op.kind in (Kind.ATEN, Kind.ALLOC) for op in ops_of(program))
+
+
+VIEWS_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "t_": Tensor.t_,
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "squeeze_": Tensor.squeeze_,
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "as_strided_": lambda x: x.as_strided_((2,), (1,)),
+    "detach_": Tensor.detach_,
+    "resize_ to less": lambda x: x.resize_(1),
+    "resize_as_ to as much": lambda x: x.resize_as_(torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS_IN_PLACE)
+def test_a_change_of_shape_in_place_writes_no_bytes(name: str) -> None:
+    """Another stream may be reading them."""
+
+    def program() -> None:
+        x = torch.ones(2, 2)
+        torch.cpu.synchronize()
+        on_side(x.sum)
+        VIEWS_IN_PLACE[name](x)
+
+    assert not is_racy(program)
+
+
+def test_growing_a_tensor_reads_what_it_held() -> None:
+    """Its bytes are copied into new memory."""
+
+    def program() -> None:
+        x = torch.ones(2)
+        torch.cpu.synchronize()
+        on_side(lambda: x.fill_(2.0))
+        x.resize_(8)
+
+    assert is_racy(program)
+
+
+def test_a_tensor_that_grows_keeps_what_it_held() -> None:
+    """Values are PyTorch's."""
+    assert on_one_rank(lambda: torch.ones(2).resize_(4)[:2].tolist()) == [1.0, 1.0]
