@@ -141,7 +141,7 @@ def moves_nothing(func: Any) -> bool:
 
 def is_made_of_others(func: Any) -> bool:
     """Whether an operator runs under the mode itself, so that those that it is made of are seen."""
-    return operator_of(func).handle in (_run_higher_order, _run_functional)
+    return operator_of(func).handle in (_run_higher_order, _run_functional, _run_parts)
 
 
 def classify(func: Any) -> Operator:
@@ -151,7 +151,7 @@ def classify(func: Any) -> Operator:
     schema = patches.schema_of(func)
     hidden = HIDDEN_WRITES.get(schema.name, ())
     writes = {name: True if name in hidden else write for name, write in schema.writes.items()}
-    handle = _handler_of(schema, writes)
+    handle = _handler_of(func, schema, writes)
     return Operator(
         schema.full_name,
         tuple(writes.values()),
@@ -164,7 +164,7 @@ def classify(func: Any) -> Operator:
     )
 
 
-def _handler_of(schema: patches.Schema, writes: dict[str, bool | None]) -> Handler:
+def _handler_of(func: Any, schema: patches.Schema, writes: dict[str, bool | None]) -> Handler:
     name = schema.name
     if schema.namespace == "c10d":
         return _run_collective
@@ -173,6 +173,8 @@ def _handler_of(schema: patches.Schema, writes: dict[str, bool | None]) -> Handl
     special = _SPECIAL.get(schema.full_name) or _SPECIAL.get(name)
     if special is not None:
         return special
+    if patches.is_composite(func):
+        return _run_parts
     moves_nothing = schema.returns_alias and not any(writes.values())
     if moves_nothing or name in VIEWS or schema.namespace == "profiler":
         return _run_untouched
@@ -184,6 +186,12 @@ def _handler_of(schema: patches.Schema, writes: dict[str, bool | None]) -> Handl
 
 def _run_untouched(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _run_parts(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """An operator made of others arrives whole below autograd, as under ``torch.inference_mode``."""
+    with mode:
+        return func.decompose(*args, **kwargs)
 
 
 def _run_lift(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:

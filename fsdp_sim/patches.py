@@ -730,6 +730,13 @@ def run_composite(func: Any, args: Any, kwargs: Any) -> Any:
     return func._op_dk(composite if has else torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
+def is_composite(func: Any) -> bool:
+    """Whether an operator is a composition of others, with no kernel of its own."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has(name, "CompositeImplicitAutograd") and not has(name, "CPU")
+
+
 def higher_order_kernel(func: Any) -> Any:
     """Return the plain kernel of a higher-order operator."""
     keys = torch._C.DispatchKey

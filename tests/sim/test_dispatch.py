@@ -1,11 +1,14 @@
 """Dispatch: which bytes an operator reads and writes, and which it only looks at the shape of."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import fsdp_sim
 from fsdp_sim.op import Kind
 from tests.sim.litmus import is_racy, on_one_rank, ops_of
 
@@ -120,3 +123,51 @@ def test_growing_a_tensor_reads_what_it_held() -> None:
 def test_a_tensor_that_grows_keeps_what_it_held() -> None:
     """Values are PyTorch's."""
     assert on_one_rank(lambda: torch.ones(2).resize_(4)[:2].tolist()) == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------------- composite operators
+
+COMPOSITES: dict[str, Callable[[Tensor], object]] = {
+    "to": lambda x: x.to(torch.float64),
+    "contiguous": lambda x: x.t().contiguous(),
+    "reshape": lambda x: x.t().reshape(-1),
+    "matmul": lambda x: x @ x,
+    "linear": lambda x: torch.nn.functional.linear(x, x, x[0]),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "softmax": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (2,)),
+    "cross_entropy": lambda x: torch.nn.functional.cross_entropy(x, x),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(
+        x[None], x[None], x[None]
+    ),
+    "chunk and cat": lambda x: torch.cat(x.chunk(2)),
+    "std": lambda x: x.std(),
+    "type_as": lambda x: x.type_as(torch.ones(1, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_an_operator_made_of_others_is_the_same_ops_under_inference_mode(name: str) -> None:
+    """It reaches the mode whole there, and what it is made of must still be seen."""
+
+    def names(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> list[str]:
+        def program() -> None:
+            x = torch.ones(2, 2)
+            with mode():
+                COMPOSITES[name](x)
+
+        return [op.name for op in ops_of(program) if op.kind is Kind.ATEN]
+
+    assert names(torch.inference_mode) == names(torch.no_grad)
+
+
+def test_a_cast_under_inference_mode_waits_for_the_values_of_a_collective() -> None:
+    """The value is that of the reduction, not what the memory held before."""
+
+    def program(_rank: int) -> list[float]:
+        x = torch.ones(2)
+        with torch.inference_mode():
+            dist.all_reduce(x)
+            return x.to(torch.float64).tolist()
+
+    assert fsdp_sim.simulate(program, 2, poison=True).results == [[2.0, 2.0]] * 2
