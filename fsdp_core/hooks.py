@@ -14,11 +14,13 @@ from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
 from fsdp_core.parameter_group import living_group, owner_of
 from fsdp_core.torch_private import (
+    accumulation_of,
     base_of,
     is_assigning_load,
     is_made_since,
     never_compiled,
 )
+from fsdp_core.uneven import loss_of_shards
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
@@ -60,6 +62,9 @@ def _watch_gradient(unit: ShardedUnit, index: int) -> None:
         owner.register_wgrad_accumulation_and_reduce_hooks(partial(hook, member.full))
     else:
         member.full.register_post_accumulate_grad_hook(hook)
+    # The node is kept: PyTorch makes another one, without the hook, where nobody holds it.
+    member.accumulation = accumulation_of(member.sharded)
+    member.accumulation.register_prehook(partial(_before_accumulation, unit.ref, member.fqn))
 
 
 @never_compiled
@@ -126,6 +131,12 @@ def _after_gradient(unit: "weakref.ref[ShardedUnit]", index: int, _parameter: Te
     living = unit()
     if living is not None:
         living.gradient_ready(index)
+
+
+@never_compiled
+def _before_accumulation(unit: "weakref.ref[ShardedUnit]", fqn: str, _grads: Any) -> None:
+    living = unit()
+    raise loss_of_shards(fqn, "" if living is None else living.name)
 
 
 def _before_load(

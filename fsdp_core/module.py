@@ -808,6 +808,7 @@ class ShardedUnit:
                     group.allocate_partial()
             # Edge 5: that memory may still be read by an earlier reduction.
             accelerator.wait_stream(current, inner)
+            self._adopt_gradients(groups)
             for group in groups:
                 group.copy_in()
             # Edge 6: the reduction reads what was copied.
@@ -823,28 +824,50 @@ class ShardedUnit:
         context.stats.reductions += len(groups)
         context.note_reduced(self)
         if context.is_last_microbatch:
-            self.finish_window()
+            self._finish_groups()
         else:
             context.note_unfinished(self)
 
     def finish_window(self) -> None:
         """Bring gradients into optimizer placements: the last microbatch is over."""
-        groups = [group for group in self.groups if group.awaits_finish]
-        with accelerator.annotate(self._label("reduce_gradients")), torch.no_grad():
-            self._finish_groups(groups)
+        if any(group.foreign_gradients() for group in self.groups):
+            current, inner = self.context.current_stream(), self.context.inner_reduction_stream
+            # Edge 7: somebody replaced what this stream wrote.
+            accelerator.wait_stream(current, inner)
+            self._adopt_gradients(self.groups)
+            # Edge 6: the reduction reads what was copied.
+            accelerator.wait_stream(inner, current)
+        self._finish_groups()
 
-    def _finish_groups(self, groups: Sequence[ParameterGroup]) -> None:
+    def _adopt_gradients(self, groups: Sequence[ParameterGroup]) -> None:
+        """Add to what users made of gradients, not to what these were.
+
+        Ordering:
+            Runs on the current stream, which must be behind the inner reductions.
+        """
+        outer = self.context.outer_reduction_stream
+        for group in groups:
+            foreign = group.foreign_gradients()
+            if foreign:
+                # Edge 7: the outer reduction may have written what they take the place of.
+                accelerator.wait_stream(self.context.current_stream(), outer)
+                with torch.no_grad():
+                    group.adopt_gradients(foreign)
+
+    def _finish_groups(self) -> None:
         context = self.context
         outer = context.outer_reduction_stream
-        if outer is not context.inner_reduction_stream:
-            # Edge 9: the outer reduction reads the result of the inner one.
-            accelerator.wait_stream(outer, context.inner_reduction_stream)
-        # The reduction that ends the window may have a stream of its own.
-        with accelerator.on_stream(outer):
-            for group in groups:
-                group.finish_window()
-                if outer is not context.inner_reduction_stream:
-                    group.finished_in = context.stats.steps
+        groups = [group for group in self.groups if group.awaits_finish]
+        with accelerator.annotate(self._label("reduce_gradients")), torch.no_grad():
+            if outer is not context.inner_reduction_stream:
+                # Edge 9: the outer reduction reads the result of the inner one.
+                accelerator.wait_stream(outer, context.inner_reduction_stream)
+            # The reduction that ends the window may have a stream of its own.
+            with accelerator.on_stream(outer):
+                for group in groups:
+                    group.finish_window()
+                    if outer is not context.inner_reduction_stream:
+                        group.finished_in = context.stats.steps
 
     def _close(self) -> None:
         """End the unit's backward: it rests, and the units around it may go on."""

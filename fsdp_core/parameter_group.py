@@ -24,7 +24,7 @@ from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
-from fsdp_core.torch_private import version_of, wrap_instead
+from fsdp_core.torch_private import local_tensor, version_of, wrap_instead
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,14 @@ class Member:
         slots: every place that holds it; a tied parameter has several.
         sharded: the DTensor parameter over this rank's rows.
         is_watched: its unit is told of its gradients.
+        accumulation: where autograd would accumulate into the sharded parameter, once watched.
     """
 
     full: nn.Parameter
     slots: list[Slot]
     sharded: nn.Parameter = field(init=False)
     is_watched: bool = False
+    accumulation: Any = None
 
     @property
     def fqn(self) -> str:
@@ -375,6 +377,42 @@ class ParameterGroup:
         if views:
             torch._foreach_copy_(views, grads)
 
+    def foreign_gradients(self) -> list[int]:
+        """Return which parameters have a gradient that somebody put in the place of the group's."""
+        final, window = self._sharded_grads, self._window_grads
+        return [
+            index
+            for index, member in enumerate(self.members)
+            if (grad := member.sharded.grad) is not None
+            and not (final and grad is final[index])
+            and not (window and grad is window[index])
+        ]
+
+    def adopt_gradients(self, indices: Iterable[int]) -> None:
+        """Copy foreign gradients into the group's, so that the next reduction adds to them.
+
+        Ordering:
+            Runs on the current stream, which must be behind all reductions of the group.
+
+        Raises:
+            StateError: one has other rows than the group's.
+        """
+        buffer = self._main_grad if self._awaits_finish else self._final_grad
+        assert buffer is not None
+        for index in indices:
+            grad = self.members[index].sharded.grad
+            local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+            view = buffer.get_tensor_view(index)
+            if local is None or local.shape != view.shape:
+                fqn = self.members[index].fqn
+                msg = (
+                    f"a gradient must have the rows of the one that it replaces, {tuple(view.shape)} "
+                    f"of parameter {fqn!r} on this rank, got {grad!r}; compute it from that one"
+                )
+                raise StateError(msg, fqn=fqn)
+            view.copy_(local)
+        self._grad_is_final = not self._awaits_finish
+
     def reduce(self) -> None:
         """Reduce the partial buffer and add it to the window's gradients, on the current stream.
 
@@ -420,9 +458,10 @@ class ParameterGroup:
         """Make the main gradient ready to be added to.
 
         Returns:
-            Whether to add: some sharded gradient exists. If not, the next one overwrites.
+            Whether to add: some sharded gradient exists, be it one of a parameter that is frozen
+            by now. If not, the next one overwrites.
         """
-        missing = [m.sharded.grad is None for m in self.members if m.full.requires_grad]
+        missing = [member.sharded.grad is None for member in self.members]
         accumulate = not all(missing)
         assert self._main_grad is not None
         if accumulate and any(missing):

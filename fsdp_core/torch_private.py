@@ -219,6 +219,24 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
+class _Nothing(torch.autograd.Function):
+    """Leads to a tensor's autograd node, and computes nothing."""
+
+    @staticmethod
+    def forward(_ctx: Any, _tensor: Tensor) -> Tensor:
+        """Return no values."""
+        return torch.empty(0)
+
+
+def accumulation_of(leaf: Tensor) -> Any:
+    """Return the autograd node that accumulates gradients into a leaf.
+
+    Why not `get_gradient_edge`: it makes a view of the leaf, which uneven DTensors refuse.
+    """
+    node: Any = _Nothing.apply(leaf).grad_fn  # type: ignore[no-untyped-call]
+    return node.next_functions[0][0]
+
+
 def is_made_since(tensor: Tensor, first_node: int) -> bool:
     """Whether this thread made a tensor's autograd node, and not before `first_node`."""
     node = tensor.grad_fn

@@ -5,6 +5,7 @@ one buffer, so they lie elsewhere. What is element-wise is right all the same; w
 and says so to nobody. So each DTensor that is handed out carries its own ways of becoming whole.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
@@ -22,6 +23,35 @@ from fsdp_core.placement import is_sharded
 from fsdp_core.torch_private import attach_chunk, local_tensor
 
 
+class _WithoutBackward(torch.autograd.Function):
+    """The identity, whose backward says that a loss must not come this way."""
+
+    @staticmethod
+    def forward(ctx: Any, _leaf: Tensor, whole: Tensor, fqn: str) -> Tensor:
+        """Return `whole`."""
+        ctx.fqn = fqn
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise loss_of_shards(ctx.fqn)
+
+
+def loss_of_shards(fqn: str, unit: str = "") -> UnsupportedError:
+    """Say that a loss was computed from a sharded parameter."""
+    of_unit = f" of unit {unit!r}" if unit else ""
+    msg = (
+        f"a loss must be computed from full parameters, got a gradient for the sharded {fqn!r}"
+        f"{of_unit}; compute its term inside the unit's forward, or use the optimizer's weight_decay"
+    )
+    return UnsupportedError(msg, fqn=fqn)
+
+
 @dataclass(frozen=True)
 class Rows:
     """One rank's rows of a tensor, and where they belong.
@@ -35,6 +65,7 @@ class Rows:
         shape: of the whole tensor.
         offsets: of the local tensor in the whole one.
         fqn: the parameter that it is, or belongs to.
+        carrier: the DTensor that the rows were attached to, weakly.
     """
 
     local: Tensor
@@ -43,6 +74,7 @@ class Rows:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     fqn: str
+    carrier: weakref.ref[DTensor] | None = None
 
     def as_dtensor(self) -> DTensor:
         """Return the rows as a DTensor."""
@@ -63,7 +95,7 @@ class Rows:
 
     def attach(self, dtensor: DTensor) -> None:
         """Make a DTensor over these rows whole by its true rows, and checkpoints save those."""
-        rows = replace(self, local=local_tensor(dtensor))
+        rows = replace(self, local=local_tensor(dtensor), carrier=weakref.ref(dtensor))
         attach_chunk(rows.local, self.offsets, tuple(rows.local.shape))
         dtensor.full_tensor = rows.full_tensor  # type: ignore[method-assign]
         dtensor.redistribute = rows.redistribute  # type: ignore[method-assign]
@@ -73,7 +105,9 @@ class Rows:
             dtensor.__deepcopy__ = rows.deepcopy  # type: ignore[method-assign]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Return the whole tensor on every rank, as `DTensor.full_tensor`, outside autograd.
+        """Return the whole tensor on every rank, as `DTensor.full_tensor`.
+
+        No gradient comes back from it: a backward that would need one raises.
 
         Ordering:
             Collective on each sharded axis, on the current stream.
@@ -97,7 +131,13 @@ class Rows:
             for axis, placement in enumerate(self.placements):
                 if is_sharded(placement):
                     dist.all_reduce(flat, group=self.axes.process_groups[axis])
-        return whole
+        carrier = None if self.carrier is None else self.carrier()
+        if carrier is None or not (carrier.requires_grad and torch.is_grad_enabled()):
+            return whole
+        # A leaf of its own: a whole tensor that somebody keeps must not keep the parameter alive.
+        leaf = torch.empty(0, device=whole.device, requires_grad=True)
+        result: Tensor = _WithoutBackward.apply(leaf, whole, self.fqn)  # type: ignore[no-untyped-call]
+        return result
 
     def redistribute(
         self,

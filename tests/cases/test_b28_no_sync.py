@@ -1,18 +1,32 @@
 """B28: microbatches that are not the last one save communication, and lose no gradient."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import StateError
+from fsdp_core import Placements, StateError
 from fsdp_sim.op import Kind
-from tests.cases.programs import HYBRID, begin_step, local_rows, ops_by_step, shard
+from tests.cases.programs import (
+    HYBRID,
+    SHARDED,
+    ZERO_1,
+    batch,
+    begin_step,
+    fill,
+    linear,
+    local_rows,
+    loss_of,
+    ops_by_step,
+    shard,
+)
 
 
 class Factor(nn.Module):
@@ -68,6 +82,100 @@ def test_any_microbatches_may_be_declared_last(is_last: tuple[bool, ...]) -> Non
         (ops,) = ops_by_step(report, rank)
         calls = [op.call.name for op in ops if op.kind is Kind.COLLECTIVE and op.call]
         assert calls.count("all_reduce") == is_last.count(True)
+
+
+def accumulate_changed(rank: int, placements: Placements, mesh: tuple[int, ...]) -> Tensor:
+    """Three microbatches of accumulate(), the gradient doubled behind each but the last."""
+    model = Factor()
+    context = shard(model, "", mesh=mesh, placements=placements)
+    weight = model.weight
+    for number in range(3):
+        with fsdp_core.microbatch(context, is_last=number == 2):
+            model(rank + 10.0 * number).backward()
+        if number < 2:
+            context.finish_grad_sync()
+            assert weight.grad is not None
+            weight.grad = weight.grad * 2
+    gradient = local_rows(model, grads=True)["weight"]
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("placements", "mesh"),
+    [(SHARDED, (2,)), (ZERO_1, (2,)), (HYBRID, (2, 2))],
+    ids=["zero3", "zero1", "hsdp"],
+)
+def test_a_gradient_that_was_replaced_is_what_the_next_microbatch_adds_to(
+    placements: Placements, mesh: tuple[int, ...]
+) -> None:
+    """As without sharding, where `p.grad = f(p.grad)` is how gradients are clipped or scaled."""
+    world_size = torch.Size(mesh).numel()
+    report = fsdp_sim.simulate(accumulate_changed, world_size, args=(placements, mesh))
+
+    mean = sum(range(world_size)) / world_size
+    expected_element = 4 * mean + 2 * (mean + 10) + (mean + 20)
+    for gradient in report.results:
+        assert torch.equal(gradient, torch.full((2, 2), expected_element))
+
+
+def test_a_gradient_that_was_replaced_is_completed_without_a_backward() -> None:
+    """Where the last microbatch did not use the unit, its window ends all the same."""
+
+    def program(rank: int) -> Tensor:
+        model = Factor()
+        context = shard(model, "", mesh=(2, 2))
+        with fsdp_core.microbatch(context, is_last=False):
+            model(float(rank)).backward()
+        context.finish_grad_sync()
+        weight: Any = model.weight
+        weight.grad = weight.grad * 2
+        with fsdp_core.microbatch(context, is_last=True):
+            pass
+        return weight.grad.full_tensor()
+
+    for gradient in fsdp_sim.simulate(program, 4).results:
+        assert torch.equal(gradient, torch.full((4, 2), 2 * 1.5))
+
+
+def test_a_gradient_of_other_rows_is_refused_by_name() -> None:
+    """It cannot be added to; the message has both shapes."""
+
+    def program(rank: int) -> str:
+        model = Factor()
+        context = shard(model, "")
+        model(1.0).backward()
+        assert isinstance(model.weight, DTensor)
+        foreign = distribute_tensor(torch.zeros(4, 2), model.weight.device_mesh, [Replicate()])
+        model.weight.grad = foreign
+        with pytest.raises(StateError) as caught:
+            model(1.0).backward()
+        context.reset()
+        return str(caught.value)
+
+    for message in fsdp_sim.simulate(program, 2).results:
+        assert "must have the rows of the one that it replaces, (2, 2)" in message
+        assert "parameter 'weight'" in message
+
+
+def test_the_gradient_of_a_parameter_that_is_frozen_later_stays() -> None:
+    """Other parameters of its unit go on, and overwrite nothing."""
+
+    def program(rank: int) -> tuple[Tensor, Tensor]:
+        model = fill(nn.Sequential(linear(), linear()))
+        shard(model, "")
+        weights: list[Any] = [each.weight for each in model.children()]
+        first, second = weights
+        loss_of(model(batch(rank)), rank).backward()
+        before = first.grad.full_tensor()
+        first.requires_grad_(False)
+        second.grad = None
+        loss_of(model(batch(rank, 1)), rank).backward()
+        return before, first.grad.full_tensor()
+
+    for before, after in fsdp_sim.simulate(program, 2).results:
+        assert before.any()
+        assert torch.equal(before, after)
 
 
 def test_a_window_without_a_last_microbatch_is_refused_by_the_optimizer() -> None:

@@ -1,6 +1,8 @@
 """B54: a method other than forward gathers the weights if it is registered, and is refused if not."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 import fsdp_core
 import fsdp_sim
 from fsdp_core import ConfigError, StateError
+from fsdp_core.errors import UnsupportedError
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Training,
@@ -104,6 +107,55 @@ def test_an_unregistered_method_is_refused_by_name(method: str, argument: Tensor
             getattr(model.get_submodule("encoder"), method)(argument)
 
     fsdp_sim.simulate(program, 2)
+
+
+def of_the_shards(parameter: Any) -> Tensor:
+    """A term of the loss from a sharded parameter, by DTensor's own operators."""
+    return (parameter * parameter).sum().full_tensor()
+
+
+def of_the_whole(parameter: Any) -> Tensor:
+    """The same, from the whole parameter."""
+    return parameter.full_tensor().square().sum()
+
+
+@pytest.mark.parametrize("term", [of_the_shards, of_the_whole])
+def test_a_loss_of_sharded_parameters_is_refused_by_name(term: Callable[[Any], Tensor]) -> None:
+    """Its gradient would be lost, or written under the reduction; the message has two ways out."""
+
+    def program(rank: int) -> str:
+        model = build()
+        context = shard(model, "encoder")
+        encoder = model.get_submodule("encoder")
+        loss = loss_of(encoder(batch(rank)), rank)
+        with pytest.raises(UnsupportedError) as caught:
+            (loss + term(encoder.get_submodule("inner").weight)).backward()
+        context.reset()
+        # PyTorch lets go of the graph of a backward that raised when the next one runs.
+        loss_of(encoder(batch(rank)), rank).backward()
+        return str(caught.value)
+
+    of_unit = " of unit '<root>'" if term is of_the_shards else ""
+    message = (
+        f"a loss must be computed from full parameters, got a gradient for the sharded "
+        f"'inner.weight'{of_unit}; compute its term inside the unit's forward, or use the "
+        f"optimizer's weight_decay"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
+def test_a_norm_of_sharded_parameters_may_be_looked_at() -> None:
+    """Nothing is refused where no backward comes through."""
+
+    def program(rank: int) -> tuple[float, float]:
+        model = build()
+        shard(model, "encoder", "head", "")
+        weight = model.get_submodule("encoder.inner").weight
+        return of_the_shards(weight).item(), of_the_whole(weight).item()
+
+    weight: Any = build().get_submodule("encoder.inner").weight
+    expected = weight.square().sum().item()
+    assert fsdp_sim.simulate(program, 2).results == [(expected, expected)] * 2
 
 
 def test_registering_what_does_not_exist_is_refused() -> None:
