@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fsdp_sim.errors import Finding as Finding
     from fsdp_sim.exploration import Exploration as Exploration
     from fsdp_sim.exploration import explore as explore
+    from fsdp_sim.probes import sometimes as sometimes
     from fsdp_sim.simulation import Report as Report
     from fsdp_sim.trace import Trace as Trace
     from fsdp_sim.verbs import replay as replay
@@ -20,6 +21,7 @@ _HOME = {
     "replay": "fsdp_sim.verbs",
     "explore": "fsdp_sim.exploration",
     "Exploration": "fsdp_sim.exploration",
+    "sometimes": "fsdp_sim.probes",
     "Report": "fsdp_sim.simulation",
     "Trace": "fsdp_sim.trace",
     "Finding": "fsdp_sim.errors",

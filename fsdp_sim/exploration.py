@@ -1,15 +1,20 @@
 """Exploration: run many schedules, and give the first failure with the fewest deviations that keep it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 from fsdp_sim.arguments import check_integer, check_positive
 from fsdp_sim.errors import ConfigError, SimulationError
 from fsdp_sim.schedule import Deviation, Schedule
+from fsdp_sim.scheduler import Exhaustive, Scheduler
 from fsdp_sim.simulation import Report
+from fsdp_sim.statistics import Statistics, joined
 from fsdp_sim.verbs import simulate
 
+PORTFOLIO = ("pct", "uniform")
+SEARCHES = (*PORTFOLIO, "portfolio", "exhaustive")
 SCHEDULES_DEFAULT = 200
 RECHECK_EVERY = 20
 """One run in so many is made twice and compared, to notice a program that keeps state."""
@@ -28,6 +33,8 @@ class Exploration:
         orderings: how many of them differed in the choices made.
         decisions: of each run.
         stopped: how many reached the step limit.
+        probes: by name, whether it has held in any of them.
+        is_exhausted: no other schedule is left of those that were to be tried.
         first: report of the run in program order, or None if it failed.
         failure: the first error found, with the fewest deviations that keep it, or None.
         schedule: that failure's schedule line.
@@ -39,21 +46,44 @@ class Exploration:
     orderings: int = 0
     decisions: list[int] = field(default_factory=list)
     stopped: int = 0
+    probes: dict[str, bool] = field(default_factory=dict)
+    is_exhausted: bool = False
     first: Report | None = None
     failure: BaseException | None = None
     schedule: str | None = None
     shrunk_from: int = 0
     shrink_runs: int = 0
+    _seen: dict[str, None] = field(default_factory=dict, repr=False)
+
+    def note(self, outcome: Outcome, schedule: Schedule) -> None:
+        """Count one more run."""
+        report = _report_of(outcome)
+        if self.schedules == 0 and isinstance(outcome, Report):
+            self.first = outcome
+        self.schedules += 1
+        self._seen[str(schedule)] = None
+        self.orderings = len(self._seen)
+        self.decisions.append(0 if report is None else report.decisions)
+        self.stopped += type(outcome).__name__ == "StepLimit"
+        self.probes = joined(self.probes, {} if report is None else report.probes)
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was done, in a form that can be added to that of other searches."""
+        counts = self.decisions or [0]
+        return Statistics(
+            self.schedules,
+            self.orderings,
+            min(counts),
+            max(counts),
+            sum(counts),
+            self.stopped,
+            self.probes,
+        )
 
     def summary(self) -> str:
-        """Return one line of statistics."""
-        counts = self.decisions or [0]
-        mean = sum(counts) / len(counts)
-        share = self.stopped / max(self.schedules, 1)
-        return (
-            f"{self.schedules} schedules, {self.orderings} distinct orderings, decisions "
-            f"min {min(counts)} mean {mean:.1f} max {max(counts)}, {share:.0%} at the step limit"
-        )
+        """Return one line of statistics, and one for what was never exercised."""
+        return str(self.statistics)
 
 
 def explore(
@@ -76,7 +106,8 @@ def explore(
         fn: one rank's program, called as ``fn(rank, *args)``; run many times, so it must not keep state.
         world_size: number of ranks.
         schedules: how many to run at most.
-        scheduler: "pct" or "uniform".
+        scheduler: "pct", "uniform", "portfolio" (both in turn), or "exhaustive" (every schedule of at most
+            two deviations, one after the other).
         seed: of the first schedule.
         strict: raise the failure, with ``.exploration`` attached; otherwise return it.
         on_schedule: called with the number of schedules run, for a progress bar or a limit of time;
@@ -90,32 +121,25 @@ def explore(
     _check(schedules, seed, scheduler)
     options.pop("strict", None)
     search = Exploration()
-    seen: dict[str, None] = {}
     failed: tuple[Schedule, BaseException] | None = None
-    for number in range(schedules):
-        name = "program_order" if number == 0 else scheduler
+    for number, chooser in zip(range(schedules), _schedulers(scheduler), strict=False):
         outcome, schedule = _attempt(
             fn,
             world_size,
             options,
-            scheduler=name,
+            scheduler=chooser,
             seed=seed + number,
             steps=_steps(search),
             recheck=number % RECHECK_EVERY == RECHECK_EVERY - 1,
         )
-        search.schedules += 1
-        seen[str(schedule)] = None
-        search.orderings = len(seen)
-        search.decisions.append(_decisions(outcome))
-        search.stopped += type(outcome).__name__ == "StepLimit"
-        is_last = on_schedule is not None and on_schedule(search.schedules) is False
+        search.note(outcome, schedule)
         if isinstance(outcome, BaseException):
             failed = (schedule, outcome)
             break
-        if number == 0:
-            search.first = outcome
-        if is_last:
+        if on_schedule is not None and on_schedule(search.schedules) is False:
             break
+    else:
+        search.is_exhausted = search.schedules < schedules
     if failed is not None:
         _minimise(fn, world_size, options, search, *failed)
         if strict:
@@ -125,11 +149,25 @@ def explore(
     return search
 
 
+def _schedulers(name: str) -> Iterator[str | Scheduler]:
+    """Yield what chooses in each run; the first one is always in program order."""
+    if name == "exhaustive":
+        exhaustive = Exhaustive()
+        yield exhaustive
+        while exhaustive.next():
+            yield exhaustive
+        return
+    yield "program_order"
+    yield from cycle(PORTFOLIO if name == "portfolio" else (name,))
+
+
 def _check(schedules: Any, seed: Any, scheduler: str) -> None:
     check_positive("schedules", schedules)
     check_integer("seed", seed)
-    if scheduler not in ("pct", "uniform"):
-        raise ConfigError(f"explore draws schedules with pct or uniform, got {scheduler!r}")
+    if scheduler not in SEARCHES:
+        raise ConfigError(
+            f"explore's scheduler must be one of {', '.join(SEARCHES)}, got {scheduler!r}"
+        )
 
 
 def _steps(search: Exploration) -> int:
@@ -152,9 +190,8 @@ def _attempt(
     return report, Schedule.parse(report.schedule)
 
 
-def _decisions(outcome: Outcome) -> int:
-    report = outcome if isinstance(outcome, Report) else getattr(outcome, "report", None)
-    return report.decisions if report is not None else 0
+def _report_of(outcome: Outcome) -> Report | None:
+    return outcome if isinstance(outcome, Report) else getattr(outcome, "report", None)
 
 
 def _signature(outcome: Outcome) -> tuple[str, ...] | None:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from fsdp_sim.replay_file import (
     of_failure,
     verdict,
 )
+from fsdp_sim.statistics import Statistics
 from fsdp_sim.verbs import replay
 
 if TYPE_CHECKING:
@@ -139,31 +141,15 @@ def _last_operations(error: BaseException, count: int) -> Iterable[str]:
 # ---------------------------------------------------------------------- statistics
 
 
-def statistics(search: "Exploration") -> dict[str, int]:
+def statistics(search: "Exploration") -> dict[str, Any]:
     """Return what a search did, as plain data."""
-    counts = search.decisions or [0]
-    return {
-        "schedules": search.schedules,
-        "orderings": search.orderings,
-        "min": min(counts),
-        "max": max(counts),
-        "sum": sum(counts),
-        "stopped": search.stopped,
-    }
+    return asdict(search.statistics)
 
 
-def summary_line(all_statistics: list[dict[str, int]]) -> str:
-    """Sum the searches of all tests up in one line."""
-    total = {name: sum(each[name] for each in all_statistics) for name in all_statistics[0]}
-    schedules = max(total["schedules"], 1)
-    low = min(each["min"] for each in all_statistics)
-    high = max(each["max"] for each in all_statistics)
-    return (
-        f"fsdp_sim: {len(all_statistics)} checks, {total['schedules']} schedules, "
-        f"{total['orderings']} distinct orderings, decisions min {low} "
-        f"mean {total['sum'] / schedules:.1f} max {high}, "
-        f"{total['stopped'] / schedules:.0%} at the step limit"
-    )
+def summary_lines(all_statistics: list[dict[str, Any]]) -> list[str]:
+    """Sum the searches of all tests up in one line, and one for what none of them exercised."""
+    total = sum((Statistics(**each) for each in all_statistics), Statistics())
+    return f"fsdp_sim: {len(all_statistics)} checks, {total}".splitlines()
 
 
 def replay_lines(here: "Scope") -> list[str]:

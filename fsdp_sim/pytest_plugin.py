@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fsdp_sim.replay_file import ReplayFile
     from fsdp_sim.testing import Scope
 
-SCHEDULERS = ("pct", "uniform")
+SCHEDULERS = ("pct", "uniform", "portfolio", "exhaustive")
 ARTEFACTS_DEFAULT = ".fsdp_sim"
 PART = "fsdp_sim_part"
 """The hidden fixture that makes several tests, for several workers, of a marked one."""
@@ -371,7 +371,7 @@ class Summary:
     """Sums up what all tests did; with xdist it does so in the process that prints."""
 
     def __init__(self) -> None:
-        self.statistics: list[dict[str, int]] = []
+        self.statistics: list[dict[str, Any]] = []
         self.replay: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -382,10 +382,11 @@ class Summary:
             self.replay += facts["replay"]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print one line, and one for a replay."""
+        """Print what was run, what was never exercised, and what came of a replay."""
         if self.statistics:
-            from fsdp_sim.failure_report import summary_line
+            from fsdp_sim.failure_report import summary_lines
 
-            terminalreporter.write_line(summary_line(self.statistics))
+            for line in summary_lines(self.statistics):
+                terminalreporter.write_line(line)
         for line in self.replay:
             terminalreporter.write_line(line)

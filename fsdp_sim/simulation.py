@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import groups, leaks, patches, process_group, shims, stuck
+from fsdp_sim import groups, leaks, patches, probes, process_group, shims, stuck
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.audit import AuditMode, Lie
 from fsdp_sim.cuda_script import names as cuda_script
@@ -48,6 +48,7 @@ class Report:
         decisions: how many decisions the run took.
         errors: what ranks raised.
         faults: how often each fault that was asked for came up.
+        probes: by name, whether it has held (``fsdp_sim.sometimes``).
     """
 
     results: list[Any]
@@ -58,6 +59,7 @@ class Report:
     decisions: int = 0
     errors: dict[int, BaseException] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+    probes: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Simulation:
         self.wire = Wire(WorldStore(), is_late=self.knobs.late)
         self.machines: list[Machine] = []
         self.lies: dict[Lie, None] = {}
+        self.probes: dict[str, bool] = {}
         self.environs: list[Any] = []
         self.contexts: dict[int, Context] = {}
         self.world = World(
@@ -129,6 +132,7 @@ class Simulation:
             groups.install_stores(undo, self.wire.store.contents)
             _RUNNING.append(self)
             stack.callback(_RUNNING.clear)
+            self.probes = stack.enter_context(probes.listening())
             if self.faults is not None:
                 stack.enter_context(self.faults.armed())
             self._prepare_ranks()
@@ -259,6 +263,7 @@ class Simulation:
             faults={str(rule): count for rule, count in self.faults.fired.items()}
             if self.faults is not None
             else {},
+            probes=self.probes,
         )
         self.trace.schedule = schedule
         return report

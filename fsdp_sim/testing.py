@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fsdp_sim.replay_file import ReplayFile
     from fsdp_sim.simulation import Report
 
-SCHEDULERS = ("pct", "uniform")
+PORTFOLIO = ("pct", "uniform")
 RANKS_DEFAULT = 4
 RUNS_DEFAULT = 10
 RUNS_DEFAULT_PER_EXAMPLE = 2
@@ -40,7 +40,7 @@ class Options:
     Attributes:
         seed: of the first explored schedule.
         runs: schedules of one ``check``, the one in program order included.
-        scheduler: "pct" or "uniform".
+        scheduler: as ``explore`` takes it.
         time_limit: seconds after which a ``check`` starts no further schedule; the first always runs.
     """
 
@@ -148,7 +148,7 @@ def check(
         args: passed to ``fn`` behind the rank; shared by all ranks.
         schedule: a line ("v1;w4;17>2") to run under, where it fits, instead of exploring.
         runs: schedules, the one in program order included.
-        scheduler: "pct" or "uniform".
+        scheduler: as ``explore`` takes it.
         seed: of the first explored schedule.
         time_limit: seconds after which no further schedule is started.
         options: of ``fsdp_sim.simulate``.
@@ -335,9 +335,7 @@ def _merged(*layers: Options) -> Options:
 
 def _portfolio(here: Scope) -> Options:
     """Let the parts of a test draw schedules in different ways."""
-    return (
-        Options(scheduler=SCHEDULERS[here.part % len(SCHEDULERS)]) if here.parts > 1 else Options()
-    )
+    return Options(scheduler=PORTFOLIO[here.part % len(PORTFOLIO)]) if here.parts > 1 else Options()
 
 
 def _share(how: Options, here: Scope) -> Options:

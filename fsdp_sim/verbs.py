@@ -34,7 +34,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     args: tuple[Any, ...] = (),
     seed: int = 0,
     schedule: str | Schedule | None = None,
-    scheduler: str = "program_order",
+    scheduler: str | Scheduler = "program_order",
     steps: int = STEPS_DEFAULT,
     faults: Iterable[str | Rule] = (),
     knobs: Iterable[str] = (),
@@ -59,7 +59,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         seed: of the schedulers "uniform" and "pct"; feeds nothing else.
         schedule: deviations to follow where they fit ("v1;w4;17>2"), and knobs.  Deviations override
             ``scheduler``.
-        scheduler: "program_order", "uniform", "pct", "exhaustive" or "replay".
+        scheduler: "program_order", "uniform", "pct" or "replay", or an object that chooses.
         steps: decisions that "pct" expects in a run, to spread its change points over.
         faults: what is to go wrong, such as "crash:issue@rank=1,at=3" (``fsdp_sim.faults``).
         knobs: what makes the run less friendly: "late", "collect", "shuffle3"; "cuda" for a program that
@@ -89,7 +89,9 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     check_positive("steps", steps)
     plan = _plan(schedule, world_size, knobs, faults)
     chooser: Scheduler
-    if schedule is not None and (plan.deviations or scheduler == "program_order"):
+    if not isinstance(scheduler, str):
+        chooser = scheduler
+    elif schedule is not None and (plan.deviations or scheduler == "program_order"):
         chooser = Replay(plan, strict=False)
     else:
         chooser = make(scheduler, seed=seed, schedule=plan, steps=steps)

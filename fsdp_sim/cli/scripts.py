@@ -61,7 +61,12 @@ def run(
 @ranks_option
 @as_option
 @click.option("--schedules", type=click.IntRange(min=1), default=200, show_default=True)
-@click.option("--scheduler", default="pct", show_default=True, help="how schedules are drawn")
+@click.option(
+    "--scheduler",
+    default="pct",
+    show_default=True,
+    help="how schedules are drawn: pct, uniform, portfolio or exhaustive",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="of the first schedule")
 @click.option("--save", type=OUTPUT, help="write a failure here, as a file that replay takes")
 @script_argument

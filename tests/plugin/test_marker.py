@@ -144,7 +144,10 @@ def test_a_replay_that_no_longer_fits_fails_as_diverged(pytester: pytest.Pyteste
         ("rank=4", "*got rank"),
         ("4", "the marker fsdp_sim takes keywords alone, such as ranks=4, got (4,)"),
         ("runs=0", "schedules must be a positive integer, got 0"),
-        ("scheduler='round'", "explore draws schedules with pct or uniform, got 'round'"),
+        (
+            "scheduler='round'",
+            "explore's scheduler must be one of pct, uniform, portfolio, exhaustive, got 'round'",
+        ),
     ],
 )
 def test_a_wrong_marker_is_refused(pytester: pytest.Pytester, marker: str, message: str) -> None:

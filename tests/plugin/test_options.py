@@ -13,7 +13,7 @@ import fsdp_sim.exploration  # noqa: F401  torch must be loaded before pytester 
 pytest_plugins = ["pytester"]
 
 ORDER = """
-    import pytest, torch
+    import fsdp_sim, pytest, torch
     import torch.distributed as dist
 
     @pytest.mark.fsdp_sim(ranks=2, runs=3)
@@ -23,6 +23,8 @@ ORDER = """
         event = torch.cpu.Event()
         event.record()
         is_swapped = swaps and dist.get_rank() == 0 and event.query()
+        fsdp_sim.sometimes("swapped", is_swapped)
+        fsdp_sim.sometimes("a third rank", dist.get_rank() == 2)
         for tensor in [large, small] if is_swapped else [small, large]:
             dist.all_reduce(tensor)
 """
@@ -69,12 +71,18 @@ def test_a_portfolio_splits_a_test_and_names_it_without_its_part(pytester: pytes
 
 
 def test_workers_of_xdist_send_their_statistics(pytester: pytest.Pytester) -> None:
-    """The parts of a portfolio run in workers; blocks and sums come out in one place."""
+    """The parts of a portfolio run in workers; blocks, sums and probes come out in one place."""
     options = ("-n", "2", "--fsdp-sim-portfolio", "2", "--fsdp-sim-runs", "12")
     result = run(pytester, ORDER, *options)
 
     assert result.ret == 1
-    result.stdout.re_match_lines([r"smallest: v1;w2;.*", r"fsdp_sim: 4 checks, .*"])
+    result.stdout.re_match_lines(
+        [
+            r"smallest: v1;w2;.*",
+            r"fsdp_sim: 4 checks, .*, 1 of 2 probes held",
+            "never exercised: a third rank",
+        ]
+    )
 
 
 @pytest.mark.parametrize(

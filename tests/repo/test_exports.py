@@ -20,7 +20,7 @@ CORE_NAMES = {
     *("Phase", "ExecutionEvent", "ExecutionOrder", "ConfigError", "StateError"),
 }
 SIM_NAMES = {
-    *("simulate", "explore", "Exploration", "replay", "Report", "Trace", "Finding"),
+    *("simulate", "explore", "Exploration", "sometimes", "replay", "Report", "Trace", "Finding"),
     *("Race", "UseAfterFree", "CollectiveMismatch", "Deadlock", "NotAtRest", "ParityError"),
     *("CaptureUnsafe", "Leak", "UnusedPrefetch", "PossibleDeadlock"),
     *("StepLimit", "CannotRunAhead", "Nondeterminism", "Diverged", "HandoverTimeout"),

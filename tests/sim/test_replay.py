@@ -85,7 +85,10 @@ def test_a_malformed_line_is_refused(line: Any) -> None:
     ("options", "message"),
     [
         ({"schedules": 0}, "schedules must be a positive integer, got 0"),
-        ({"scheduler": "program_order"}, "explore draws schedules with pct or uniform"),
+        (
+            {"scheduler": "program_order"},
+            "explore's scheduler must be one of pct, uniform, portfolio, exhaustive",
+        ),
     ],
 )
 def test_a_search_with_wrong_arguments_is_refused(options: dict[str, object], message: str) -> None:

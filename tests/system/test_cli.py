@@ -238,7 +238,7 @@ def test_doctor_is_well() -> None:
         (("run", "--scheduler", "luck", BY_QUERY), "scheduler must be one of program_order,"),
         (
             ("explore", "--scheduler", "luck", BY_QUERY),
-            "explore draws schedules with pct or uniform",
+            "explore's scheduler must be one of pct, uniform, portfolio, exhaustive",
         ),
         (("replay", "v9;w2", BY_QUERY), "a schedule must be of version 1, got 'v9'"),
         (("replay", "nonsense", BY_QUERY), "a schedule must begin with its version"),
