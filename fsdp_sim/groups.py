@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def install(undo: patches.Patches) -> None:
         undo.wrap(patches.DistributedDataParallel, name, _HOOKS[name])
     undo.wrap(patches.FUTURES, "_collect_all", _collecting)
     undo.replace(patches.DEBUG_LEVEL_OWNER, "get_debug_level", lambda: patches.DEBUG_OFF)
-    patches.refuse_unseen_collectives(undo, _refuse)
+    patches.replace_collectives(undo, _answering, _refuse)
 
 
 # ---------------------------------------------------------------------- start-up
@@ -202,7 +202,20 @@ def _keeping_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refuse(*_: Any) -> None:
+def _answering(name: str, func: Any) -> Callable[..., Any]:
+    """Return the kernel of a ``c10d`` operator: reached where no dispatch mode has answered it."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        machine = machines.current()
+        if machine is None or machine.sees_operators:
+            _refuse()
+        assert machine is not None
+        return process_group.dispatch_collective(machine, name, func, args, kwargs)
+
+    return answer
+
+
+def _refuse(*_: Any) -> NoReturn:
     raise RuntimeError(
         "a collective must be called by a rank's own program, got another thread or a process group "
         "built by hand; call it on the rank's thread, on a group made with torch.distributed"

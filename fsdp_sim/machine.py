@@ -55,6 +55,7 @@ class Machine:
 
     Attributes:
         rank: the host program.
+        sees_operators: ATen operators become ops; else only what collectives and streams do.
         clocks: happens-before of this rank.
         memory: its storages.
         backward: its backward passes; ``in_backward`` while one runs that uses several streams.
@@ -82,12 +83,14 @@ class Machine:
         sink: Callable[[Op], None] | None,
         *,
         poison: bool = False,
+        sees_operators: bool = True,
     ) -> None:
         self.rank = rank
         self.analysis = analysis
         self.wire = wire
         self.sink = sink
         self.poison = poison
+        self.sees_operators = sees_operators
         self.clocks: Clocks = analysis.clocks[rank.index]
         self.memory = Memory(self)
         self.ranges: list[tuple[str, str | None]] = []

@@ -442,17 +442,24 @@ def _c10d_operators() -> list[str]:
     return [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
 
 
-def refuse_unseen_collectives(undo: Patches, refuse: Callable[..., None]) -> None:
-    """Let collectives that no rank's dispatch mode sees, which FakeProcessGroup would skip, raise.
+def replace_collectives(
+    undo: Patches, kernel: Callable[[str, Any], Callable[..., Any]], refuse: Callable[..., Any]
+) -> None:
+    """Replace what collectives do that no dispatch mode sees, and which FakeProcessGroup would skip.
 
-    They come from threads of the program, and from process groups and backends built by hand.
+    Args:
+        undo: puts everything back.
+        kernel: makes a collective's kernel from its name and its operator.
+        refuse: called where a backend that was built by hand is.
     """
     library = torch.library.Library("c10d", "IMPL")
     names = _c10d_operators()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns once that a kernel is overridden
         for name in names:
-            library.impl(name.removeprefix("c10d::"), refuse, "CPU", allow_override=True)
+            name = name.removeprefix("c10d::")
+            func = getattr(torch.ops.c10d, name).default
+            library.impl(name, kernel(name, func), "CPU", allow_override=True)
     undo.on_exit(library._destroy)
     for name in BACKEND_METHODS:
         undo.replace(Backend, name, refuse)

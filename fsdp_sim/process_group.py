@@ -284,6 +284,8 @@ def _issue(
             rank.wake()
         launch.waiters = []
     if not is_async:
+        if not machine.sees_operators:
+            work.await_values()
         work.parts = []
     return work
 

@@ -21,6 +21,7 @@ _KNOB_PART = re.compile(r"([a-z_]+)((?:[0-9@:=][A-Za-z0-9_.:=@,-]{0,63})?)")
 KNOBS = (
     "seed",
     "cuda",
+    "values",
     "late",
     "collect",
     "shuffle",

@@ -17,12 +17,13 @@ from fsdp_sim.faults import tear
 from fsdp_sim.tensors import access_of
 
 
-def install(undo: patches.Patches) -> None:
-    """Install every shim; ``undo`` puts all names back."""
+def install(undo: patches.Patches, *, sees_operators: bool = True) -> None:
+    """Install every shim, or only those that collectives need; ``undo`` puts all names back."""
     _install_streams(undo)
-    _install_backward(undo)
-    _install_host_reads(undo)
-    _install_memory(undo)
+    if sees_operators:
+        _install_backward(undo)
+        _install_host_reads(undo)
+        _install_memory(undo)
     groups.install(undo)
     meshes.install(undo)
     hashes.install(undo)

@@ -1,7 +1,7 @@
 """Simulation: one world with its machines, patches and checkers, from start to report."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from fsdp_sim import groups, leaks, patches, probes, process_group, shims, stuck
 from fsdp_sim.analysis import Analysis
 from fsdp_sim.audit import AuditMode, Lie
+from fsdp_sim.checkers import of_collectives
 from fsdp_sim.cuda_script import names as cuda_script
 from fsdp_sim.cuda_script.gpu import give_gpu
 from fsdp_sim.cuda_script.mode import CudaMode
@@ -85,13 +86,16 @@ class Simulation:
         self.args = args
         self.settings = settings
         self.recorder = Recorder(settings.scheduler)
+        self.knobs = Knobs.parse(settings.knobs)
+        for name in ("cuda", "values"):
+            if getattr(self.knobs, name) and settings.audit:
+                raise ConfigError(f"audit=True must not be joined with the knob {name!r}, got both")
         self.analysis = Analysis(
-            settings.checkers, settings.world_size, now=lambda: self.world.step
+            of_collectives(settings.checkers) if self.knobs.values else settings.checkers,
+            settings.world_size,
+            now=lambda: self.world.step,
         )
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
-        self.knobs = Knobs.parse(settings.knobs)
-        if self.knobs.cuda and settings.audit:
-            raise ConfigError("audit=True must not be joined with the knob 'cuda', got both")
         self.wire = Wire(WorldStore(), is_late=self.knobs.late)
         self.machines: list[Machine] = []
         self.lies: dict[Lie, None] = {}
@@ -126,7 +130,7 @@ class Simulation:
         patches.register_backend(process_group.made_group)
         with ExitStack() as stack:
             undo = stack.enter_context(patches.process_wide())
-            shims.install(undo)
+            shims.install(undo, sees_operators=not self.knobs.values)
             if self.knobs.cuda:
                 cuda_script.install(undo, self.settings.world_size)
             groups.install_stores(undo, self.wire.store.contents)
@@ -148,7 +152,7 @@ class Simulation:
         patches.restore_c_environ(self.environs)
         patches.collect_garbage()
         has_failed = self.world.stop_error or any(rank.error for rank in self.world.ranks)
-        if self.settings.finds_leaks and not has_failed:
+        if self.settings.finds_leaks and not has_failed and not self.knobs.values:
             results = [rank.result for rank in self.world.ranks]
             for finding in leaks.find(self.machines, (results, self.args, self.fn)):
                 self.analysis.add(finding)
@@ -165,6 +169,7 @@ class Simulation:
                 self.wire,
                 self.trace.add,
                 poison=self.settings.poison,
+                sees_operators=not self.knobs.values,
             )
             machine.shuffle, machine.faults = self.knobs.shuffle, self.faults
             if self.knobs.cuda:
@@ -214,7 +219,9 @@ class Simulation:
             LOCAL.rank = None
             patches.drop_groups()
 
-    def _mode(self, machine: Machine) -> RankMode:
+    def _mode(self, machine: Machine) -> AbstractContextManager[Any]:
+        if not machine.sees_operators:
+            return nullcontext()
         if machine.gpu is not None:
             return CudaMode(machine, machine.gpu)
         return AuditMode(machine, self.lies) if self.settings.audit else RankMode(machine)

@@ -63,7 +63,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         steps: decisions that "pct" expects in a run, to spread its change points over.
         faults: what is to go wrong, such as "crash:issue@rank=1,at=3" (``fsdp_sim.faults``).
         knobs: what makes the run less friendly: "late", "collect", "shuffle3"; "cuda" for a program that
-            says ``cuda`` and ``nccl`` (``fsdp_sim.knobs``).
+            says ``cuda`` and ``nccl``; "values" to see no operators, at a fraction of the cost: values,
+            matching and deadlocks alone are checked (``fsdp_sim.knobs``, and the limits page).
         checkers: names of the checkers to run.
         strict: raise the first error found; otherwise report all.
         step_limit: scheduling decisions allowed.

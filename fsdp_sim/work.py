@@ -43,9 +43,20 @@ class Work(dist.Work):
         self.parts: list[Part] = []
         self.outputs: list[Tensor] = []
 
+    def await_values(self) -> None:
+        """The host stops until the operation is complete, as gloo's would.
+
+        Where operators are not seen, none of them would wait for the values that it needs.
+        """
+        if self.launch is not None:
+            needs: tuple[Launch | Part, ...] = (self.launch, *self.parts)
+            self.machine.park_for(needs, "its values", is_host_wait=True)
+
     def join(self) -> None:
         """Order the current stream after the operation and let go of its tensors."""
         machine = self.machine
+        if not machine.sees_operators:
+            self.await_values()
         if self.event >= 0:
             stream = machine.current_stream_id()
             machine.emit(Kind.WAIT_EVENT, "work.wait", stream, other=self.event)
@@ -110,6 +121,8 @@ class Work(dist.Work):
 
     def get_future(self) -> Any:
         """Return a Future that is complete, and whose ``wait`` joins (as NCCL's does)."""
+        if not self.machine.sees_operators:
+            self.await_values()
         future = WorkFuture()
         future.machine = self.machine
         future.events = [self.event] if self.event >= 0 else []

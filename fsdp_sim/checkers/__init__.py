@@ -16,7 +16,7 @@ from fsdp_sim.checkers.rest import Rest
 from fsdp_sim.checkers.words import Words
 from fsdp_sim.errors import ConfigError
 
-__all__ = ["CHECKERS", "Checker", "Words", "make"]
+__all__ = ["CHECKERS", "Checker", "Words", "make", "of_collectives"]
 
 CHECKERS: dict[str, Callable[[Words], Checker]] = {
     "races": Races,
@@ -30,6 +30,12 @@ CHECKERS: dict[str, Callable[[Words], Checker]] = {
     "memory_peak": MemoryPeak,
 }
 """Every checker by the name that users give."""
+
+
+def of_collectives(checkers: Iterable[Checker]) -> list[Checker]:
+    """Return those checkers that judge collectives alone, and so need to see no operators."""
+    kinds = (CollectiveMatch, Batches, Liveness, Words)
+    return [checker for checker in checkers if isinstance(checker, kinds)]
 
 
 def make(names: Iterable[str] = tuple(CHECKERS)) -> list[Checker]:
