@@ -438,8 +438,11 @@ class ParameterGroup:
 
     @property
     def awaits_finish(self) -> bool:
-        """Whether gradients were reduced that are not in optimizer placements yet."""
-        return self._awaits_finish
+        """Whether gradients were reduced that are not in optimizer placements yet.
+
+        Those that `zero_grad` dropped since then belong to a window that was given up.
+        """
+        return self._awaits_finish and any(m.sharded.grad is not None for m in self.members)
 
     def finish_window(self) -> None:
         """Bring the window's gradients into optimizer placements, in place, on the current stream.
