@@ -776,6 +776,7 @@ class ShardedUnit:
         if window.declared and not window.is_full:
             self._close()
         elif self._has_delayed and not window.is_full:
+            window.nested = False  # delayed gradients come in no backward pass
             self.context.close_unit(self)
         else:
             # Where no parameter was used, another rank may have used one: zeros take part.
@@ -829,7 +830,12 @@ class ShardedUnit:
             context.note_unfinished(self)
 
     def finish_window(self) -> None:
-        """Bring gradients into optimizer placements: the last microbatch is over."""
+        """Bring gradients into optimizer placements: the last microbatch is over.
+
+        Where delayed ones are still to come, their reduction does it.
+        """
+        if self.phase is Phase.BACKWARD:
+            return
         if any(group.foreign_gradients() for group in self.groups):
             current, inner = self.context.current_stream(), self.context.inner_reduction_stream
             # Edge 7: somebody replaced what this stream wrote.
