@@ -6,20 +6,23 @@
     codec.py       programs to JSON and back, with their version
     tree.py        walks over the module tree: paths, units, parameters
     placements.py  what each named strategy keeps where
+    copies.py      which ranks hold the same copy of a unit
     check.py       what a program must hold before it is built
     flow.py        which passes train
     exactness.py   whether its sums are exact, and the tolerance where they are not
     features.py    which features a program has, for coverage
     data.py        weights and inputs as formulas
+    delayed.py     weight gradients that come after the backward
     model.py       the torch modules of a program
     optimizer.py   its optimizer
     passes.py      one pass over a model, sharded or not
     results.py     what runs return
+    drive.py       units without hooks, driven by hand
     shard.py       its model sharded by fsdp_core
     run.py         run it on this rank of a process group
     shards.py      put the rows of all ranks together
 
-The first ten import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
+The first eleven import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
 loaded when first asked for.
 """
 

@@ -4,9 +4,17 @@ import math
 from collections.abc import Iterable
 
 from fsdp_sim.errors import ConfigError
+from fsdp_sim.program.copies import unit_axes
 from fsdp_sim.program.flow import untrained_ends
 from fsdp_sim.program.placements import strategies
-from fsdp_sim.program.spec import LayerSpec, ModuleSpec, PassSpec, ProgramSpec, StepSpec
+from fsdp_sim.program.spec import (
+    LayerSpec,
+    ModuleSpec,
+    PassSpec,
+    ProgramSpec,
+    StepSpec,
+    UnitSpec,
+)
 from fsdp_sim.program.tree import owning_unit, units, walk
 
 RANKS_MAX = 1024
@@ -70,15 +78,28 @@ def _check_sizes(program: ProgramSpec) -> None:
 def _check_module(where: str, module: ModuleSpec, program: ProgramSpec) -> None:
     if module.layer is not None:
         _check_layer(f"{where}, layer", module.layer)
-    known = strategies(len(program.mesh))
-    if module.unit is not None and module.unit.strategy not in known:
-        got = f"got {module.unit.strategy} on a mesh of {len(program.mesh)} axes"
-        raise SpecError(f"{where}, unit.strategy", f"must be one of {', '.join(known)}; {got}")
+    if module.unit is not None:
+        _check_unit(f"{where}, unit", module.unit, program)
+
+
+def _check_unit(where: str, unit: UnitSpec, program: ProgramSpec) -> None:
+    axes = unit_axes(unit, program.mesh)
+    _indices(f"{where}.axes", axes, len(program.mesh))
+    if not axes or list(axes) != sorted(set(axes)):
+        raise SpecError(
+            f"{where}.axes", f"must be one axis at least, in rising order, got {list(axes)}"
+        )
+    known = strategies(len(axes))
+    if unit.strategy not in known:
+        got = f"got {unit.strategy} on a mesh of {len(axes)} axes"
+        raise SpecError(f"{where}.strategy", f"must be one of {', '.join(known)}; {got}")
 
 
 def _check_layer(where: str, layer: LayerSpec) -> None:
     rows_min = 1 if layer.kind == "embed" else 0
     _within(f"{where}.rows", layer.rows, rows_min, ELEMENTS_MAX, "rows")
+    if layer.delayed and layer.kind != "linear":
+        raise SpecError(f"{where}.delayed", f"must be said of a linear alone, got {layer.kind}")
 
 
 def _check_layers_owned(program: ProgramSpec, nodes: dict[str, ModuleSpec]) -> None:

@@ -115,6 +115,15 @@ FEATURES: dict[str, Test] = {
     ),
     "input gradient": lambda f: any(one.input_grad for one in f.trained),
     "exception": lambda f: any(one.raises for one in f.passes),
+    "sub-mesh": lambda f: any(spec.axes is not None for spec in f.unit_specs),
+    "driven by hand": lambda f: not all(spec.hooks for spec in f.unit_specs),
+    "meta device": lambda f: f.program.meta,
+    "delayed gradient": lambda f: any(layer.delayed for layer in f.layers),
+    "declared gradients": lambda f: any(
+        spec.grad_accumulation_count is not None for spec in f.unit_specs
+    ),
+    "another schedule": lambda f: ">" in f.program.schedule,
+    "late rank": lambda f: bool(f.program.faults),
     "several steps": lambda f: len(f.program.steps) > 1,
     "zeroed gradients": lambda f: any(not step.set_to_none for step in f.program.steps),
     "recorded": lambda f: f.program.context.prefetch_order == "recorded",
@@ -134,6 +143,30 @@ FEATURES: dict[str, Test] = {
     "foreach or fused": lambda f: f.program.optimizer.implementation != "plain",
     **{name: _strategy(name) for name in dict.fromkeys((*ONE_AXIS, *TWO_AXES))},
 }
+
+EXCLUDED: dict[frozenset[str], str] = {
+    frozenset((feature, other)): why
+    for feature, others, why in (
+        ("ranks differ", ("one rank",), "it takes two"),
+        ("momentum", ("adaptive optimizer",), "it is an option of SGD"),
+        (
+            "recorded",
+            ("forward only", "several backwards", "driven by hand"),
+            "a pass repeats the recorded one, and has one backward and hooks",
+        ),
+        ("driven by hand", ("reentrant checkpoint",), "its backward is not one piece"),
+        (
+            "declared gradients",
+            (
+                *("repeated", "conditional", "reordered", "dropped output", "ranks differ"),
+                *("exception", "frozen later", "reentrant checkpoint"),
+            ),
+            "each gradient comes once in each backward",
+        ),
+    )
+    for other in others
+}
+"""Pairs of features that no valid program has, with the reason."""
 
 
 def _layers(facts: Facts, unit: Unit) -> list[LayerSpec]:

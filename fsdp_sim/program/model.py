@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_sim.program.copies import copy_of, name_in_copy
 from fsdp_sim.program.data import initial_weight
+from fsdp_sim.program.delayed import Postponed, linear_with_delayed_weight
 from fsdp_sim.program.spec import LayerSpec, ModuleSpec, Output, PassSpec, ProgramSpec
-from fsdp_sim.program.tree import child_path, parameter_shapes
+from fsdp_sim.program.tree import child_path, parameter_shapes, unit_specs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -92,6 +94,7 @@ class Node(nn.Module):
     Attributes:
         spec: what it is made from.
         path: its name in the model.
+        initial: by parameter name, the name that its initial values depend on.
         cast_to: dtype in which the layer computes, by parameter name; only the unsharded oracle sets it,
             where it stands for the runtime's compute weights.
     """
@@ -99,11 +102,18 @@ class Node(nn.Module):
     def __init__(self, spec: ModuleSpec, path: str, plan: Plan, width: int) -> None:
         super().__init__()
         self.spec, self.path, self.plan = spec, path, plan
+        self.initial: dict[str, str] = {}
         self.cast_to: dict[str, torch.dtype] = {}
         if spec.layer is not None:
             _register_layer(self, spec.layer, path, width)
         for number, child in enumerate(spec.children):
-            self.add_module(str(number), Node(child, child_path(path, number), plan, width))
+            kind = DelayedNode if child.layer and child.layer.delayed else Node
+            self.add_module(str(number), kind(child, child_path(path, number), plan, width))
+
+    def reset_parameters(self) -> None:
+        """Give the own parameters their initial values: small integers that depend on names alone."""
+        for name, parameter in self.named_parameters(recurse=False):
+            parameter.copy_(initial_weight(self.initial[name], tuple(parameter.shape)))
 
     def forward(self, x: Tensor) -> Any:
         """Return the output [batch, width] in the container that the spec asks for.
@@ -142,7 +152,7 @@ class Node(nn.Module):
         weight = self._weight("weight")
         z = x.to(weight.dtype)
         if layer.kind == "linear":
-            z = F.linear(z, weight)
+            z = self._linear(z, weight)
         elif layer.kind == "scale":
             z = z * weight
         elif layer.kind == "rows":
@@ -153,29 +163,89 @@ class Node(nn.Module):
         y = z.to(x.dtype)
         return y + self._weight("bias").to(x.dtype) if layer.bias else y
 
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
     def _weight(self, name: str) -> Tensor:
         weight = getattr(self, name)
         assert isinstance(weight, Tensor), f"{self.path}.{name} is registered"
         return weight.to(self.cast_to.get(name, weight.dtype))
 
 
+class DelayedNode(Node):
+    """A node whose linear weight gets its gradient after the backward.
+
+    Attributes:
+        postponed: what the backwards so far left to be done.
+    """
+
+    def __init__(self, spec: ModuleSpec, path: str, plan: Plan, width: int) -> None:
+        super().__init__(spec, path, plan, width)
+        self.postponed = Postponed()
+        self.get_parameter("weight").skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear_with_delayed_weight(x, weight, self.postponed)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called whenever the gradient of the weight is there."""
+        self.postponed.hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute the weight's gradient of the backwards so far, and tell."""
+        self.postponed.accumulate(self.get_parameter("weight"))
+
+
+def delayed_nodes(model: nn.Module) -> list[DelayedNode]:
+    """Return the nodes whose weights get their gradients after the backward, in order."""
+    return [node for node in model.modules() if isinstance(node, DelayedNode)]
+
+
 def build_model(program: ProgramSpec, plan: Plan) -> Node:
-    """Return the unsharded model of a program on the CPU, with its initial weights."""
-    model = Node(program.model, "", plan, program.width)
+    """Return the unsharded model of a program on the CPU, with the initial weights of the plan's rank.
+
+    A program that says so gets its model on the meta device instead, to be initialised later.
+    """
+    with torch.device("meta" if program.meta else "cpu"):
+        top = program.model
+        kind = DelayedNode if top.layer and top.layer.delayed else Node
+        model = kind(top, "", plan, program.width)
+    for path, unit in unit_specs(program).items():
+        node = _node(model, path)
+        copy = copy_of(unit, program.mesh, plan.rank)
+        node.initial = {name: name_in_copy(f"{path}.{name}", copy) for name in node.initial}
     for tie in program.ties:
-        source = model.get_submodule(tie.source)
+        source, module = _node(model, tie.source), _node(model, tie.module)
+        module.initial = source.initial
         for name, parameter in source.named_parameters(recurse=False):
-            setattr(model.get_submodule(tie.module), name, parameter)
+            setattr(module, name, parameter)
+    if not program.meta:
+        initialise(model)
     return model
 
 
+def initialise(model: Node) -> None:
+    """Give all parameters of a model their initial values."""
+    with torch.no_grad():
+        for node in model.modules():
+            assert isinstance(node, Node), "a program's modules are nodes"
+            node.reset_parameters()
+
+
+def _node(model: Node, path: str) -> Node:
+    node = model.get_submodule(path)
+    assert isinstance(node, Node), "a program's modules are nodes"
+    return node
+
+
 def _register_layer(node: Node, layer: LayerSpec, path: str, width: int) -> None:
-    """Register the layer's parameters with integer values that depend on their names alone."""
+    """Register the layer's parameters, whose values are still to be given."""
     for name, shape in parameter_shapes(layer, width).items():
         own = layer.bias_dtype if name == "bias" and layer.bias_dtype else layer.dtype
-        value = initial_weight(f"{path}.{name}", shape).to(DTYPES[own])
         frozen = layer.frozen == "all" or (layer.frozen == "weight" and name != "bias")
-        node.register_parameter(name, nn.Parameter(value, requires_grad=not frozen))
+        empty = torch.empty(shape, dtype=DTYPES[own])
+        node.register_parameter(name, nn.Parameter(empty, requires_grad=not frozen))
+        node.initial[name] = f"{path}.{name}"
 
 
 def fold(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_sim.program.data import input_batch, loss_weights
-from fsdp_sim.program.model import Node, unwrap
+from fsdp_sim.program.model import Node, delayed_nodes, unwrap
 from fsdp_sim.program.results import Losses
 from fsdp_sim.program.spec import PassSpec, ProgramSpec, StepSpec
 from fsdp_sim.program.tree import walk
@@ -45,9 +45,11 @@ def run_pass(
         with _grad_mode(one):
             losses = [_loss(program, model, (*place, n), device) for n in range(one.forwards)]
         if one.kind == "train":
-            _backward(one, losses, scope, ends_step=_ends_step(program, place))
+            _backward(model, one, losses, scope, ends_step=_ends_step(program, place))
     finally:
         model.plan.current = None
+        for node in delayed_nodes(model):
+            node.postponed.parts.clear()
     return tuple(loss.detach() for loss in losses)
 
 
@@ -72,8 +74,13 @@ def _loss(
     return (y * (0.5 * y + loss_weights(shape, where, device))).sum()
 
 
-def _backward(one: PassSpec, losses: list[Tensor], scope: Scope, *, ends_step: bool) -> None:
-    """Call backward as often as the pass says, on those losses that something trainable reached."""
+def _backward(
+    model: Node, one: PassSpec, losses: list[Tensor], scope: Scope, *, ends_step: bool
+) -> None:
+    """Call backward as often as the pass says, on those losses that something trainable reached.
+
+    Behind each, the weight gradients that it postponed are computed.
+    """
     live = [loss for loss in losses if loss.requires_grad]
     if one.backward == "joint":
         live = [sum(live[1:], live[0])] if live else []
@@ -82,6 +89,8 @@ def _backward(one: PassSpec, losses: list[Tensor], scope: Scope, *, ends_step: b
     for number, loss in enumerate(live):
         with scope(ends_step and number == len(live) - 1):
             loss.backward()
+            for node in delayed_nodes(model):
+                node.backward_dw()
 
 
 def _ends_step(program: ProgramSpec, place: tuple[int, int]) -> bool:

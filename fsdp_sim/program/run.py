@@ -1,6 +1,7 @@
 """Run a program sharded, on this rank of an initialised process group: simulated, gloo or NCCL."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -87,8 +88,10 @@ def _run_passes(
     """Return the losses of the passes, and whether a planned exception ended the step."""
     losses: list[Losses] = []
 
-    def scope(is_last: bool) -> AbstractContextManager[object]:  # noqa: FBT001 - Scope is positional
-        return fsdp_core.microbatch(sharded.context, is_last=is_last)
+    @contextmanager
+    def scope(is_last: bool) -> Iterator[None]:  # noqa: FBT001 - Scope is positional
+        with fsdp_core.microbatch(sharded.context, is_last=is_last), sharded.driver.backward():
+            yield
 
     for position, one in enumerate(program.steps[number].passes):
         place = (number, position)

@@ -1,4 +1,4 @@
-"""A program's model, sharded as its units say; the only file of the kit that calls ``fsdp_core``."""
+"""A program's model, sharded as its units say."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 import fsdp_core
+from fsdp_sim.program.drive import Driver
 from fsdp_sim.program.model import DTYPES, Node, Plan, build_model
 from fsdp_sim.program.optimizer import make_optimizer
 from fsdp_sim.program.placements import letters
@@ -30,12 +31,14 @@ class Sharded:
 
     Attributes:
         parameters: the sharded parameters by name: what the model shows at rest.
+        driver: drives the units without hooks.
     """
 
     model: Node
     plan: Plan
     parameters: dict[str, nn.Parameter]
     context: fsdp_core.FsdpContext
+    driver: Driver
     optimizer: torch.optim.Optimizer
     device: torch.device
 
@@ -52,10 +55,12 @@ def shard_program(program: ProgramSpec, rank: int, device: torch.device) -> Shar
     with _context(program, model, rank, device) as context:
         for unit in units(program):
             _shard_unit(unit, model, mesh)
+    by_hand = [unit.paths for unit in units(program) if not unit.spec.hooks]
+    driver = Driver([[model.get_submodule(path) for path in paths] for paths in by_hand])
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(program.optimizer, parameters.values())
     fsdp_core.fully_shard_optimizer(optimizer)
-    return Sharded(model, plan, parameters, context, optimizer, device)
+    return Sharded(model, plan, parameters, context, driver, optimizer, device)
 
 
 def axis_names(program: ProgramSpec) -> tuple[str, ...]:
@@ -92,6 +97,9 @@ def _owners(program: ProgramSpec, model: nn.Module, rank: int) -> dict[nn.Parame
 
 def _shard_unit(unit: Unit, model: nn.Module, mesh: DeviceMesh) -> None:
     modules = [model.get_submodule(path) for path in unit.paths]
+    if unit.spec.axes is not None:
+        assert mesh.mesh_dim_names is not None, "the mesh was made with names"
+        mesh = mesh[tuple(mesh.mesh_dim_names[axis] for axis in unit.spec.axes)]
     fsdp_core.fully_shard(
         modules[0] if len(modules) == 1 else modules,
         mesh,
@@ -101,6 +109,7 @@ def _shard_unit(unit: Unit, model: nn.Module, mesh: DeviceMesh) -> None:
         schedule_policy=fsdp_core.SchedulePolicy(
             forward_prefetch_size=unit.spec.forward_prefetch,
             backward_prefetch_size=unit.spec.backward_prefetch,
+            register_hooks=unit.spec.hooks,
             grad_accumulation_count=unit.spec.grad_accumulation_count,
             reshard_after_forward=unit.spec.reshard_after_forward,
         ),

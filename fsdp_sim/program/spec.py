@@ -16,7 +16,7 @@ from typing import Literal
 
 from fsdp_sim.program.record import Record
 
-SPEC_VERSION = 1
+SPEC_VERSION = 2
 
 DType = Literal["float32", "bfloat16", "float16"]
 Frozen = Literal["none", "weight", "all"]
@@ -48,6 +48,7 @@ class LayerSpec(Record):
         bias: whether there is a bias of [width] elements too.
         bias_dtype: its dtype; None is that of the weight.
         frozen: which of the parameters require no gradient.
+        delayed: the weight of a ``linear`` gets its gradient after the backward, from ``backward_dw``.
     """
 
     kind: LayerKind = "linear"
@@ -56,6 +57,7 @@ class LayerSpec(Record):
     dtype: DType = "float32"
     bias_dtype: DType | None = None
     frozen: Frozen = "none"
+    delayed: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,12 +78,17 @@ class UnitSpec(Record):
         group: modules whose units carry the same non-empty name are sharded by one call, with the
             options of the first of them.
         strategy: the placements, by the name of the strategy (``placements.py``).
+        axes: the axes of the mesh that it is sharded over, in rising order; None is all. Along the others
+            each coordinate has a copy of its own, as experts have (``copies.py``).
         forward_prefetch: elements to gather ahead in forward; None is exactly one unit, 0 none.
         backward_prefetch: the same in backward.
         grad_accumulation_count: declared number of gradients in a window; None is not declared.
+        hooks: whether the runtime hooks its modules; else the program gathers and frees it by hand, around
+            each call and around each backward.
     """
 
     strategy: Strategy = "zero3"
+    axes: tuple[int, ...] | None = None
     group: str = ""
     precision: PrecisionSpec | None = None
     grad_divisor: int = 1
@@ -89,6 +96,7 @@ class UnitSpec(Record):
     backward_prefetch: int | None = None
     reshard_after_forward: bool = True
     grad_accumulation_count: int | None = None
+    hooks: bool = True
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +131,7 @@ class OwnerSpec(Record):
 
     Attributes:
         parameter: full name, as in ``named_parameters`` of the unsharded model.
-        owner: rank inside the unit's mesh.
+        owner: rank inside the mesh of the parameter's unit.
         ranks: the ranks whose map has this entry; None is all.
     """
 
@@ -236,6 +244,7 @@ class ProgramSpec(Record):
         mesh: sizes of the mesh's axes, outermost first; their product is the number of ranks.
         width: elements in a row of every input, output and activation.
         batch: rows in each rank's input.
+        meta: whether the model is built on the meta device and initialised when it is sharded.
         ties: layers that share their parameters.
         owners: the owner map; what TensorAtomic units need.
         steps: what is run.
@@ -247,6 +256,7 @@ class ProgramSpec(Record):
     mesh: tuple[int, ...] = (2,)
     width: int = 2
     batch: int = 1
+    meta: bool = False
     ties: tuple[TieSpec, ...] = ()
     owners: tuple[OwnerSpec, ...] = ()
     context: ContextSpec = ContextSpec()

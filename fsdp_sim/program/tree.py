@@ -60,6 +60,11 @@ def owning_unit(program: ProgramSpec) -> dict[str, str | None]:
     return owner
 
 
+def unit_specs(program: ProgramSpec) -> dict[str, UnitSpec]:
+    """Return, for each module in a unit, the options of that unit."""
+    return {path: unit.spec for unit in units(program) for path in unit.members}
+
+
 def replace_module(module: ModuleSpec, path: str, **changes: Any) -> ModuleSpec:
     """Return the tree below ``module`` with the fields of the module at ``path`` changed."""
     if path == "":
