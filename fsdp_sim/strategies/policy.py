@@ -79,7 +79,7 @@ def draw_context(draw: Draw, *, recorded: bool) -> ContextSpec:
         prefetch_order="recorded" if recorded and maybe(draw, 45) else "registration",
         overlap_allgather_reduction=not maybe(draw, 30),
         overlap_outer_communication=maybe(draw, 30),
-        caller_managed_grad_sync=maybe(draw, 20),
+        caller_managed_grad_sync=maybe(draw, 38),
     )
 
 

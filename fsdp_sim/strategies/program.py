@@ -1,24 +1,46 @@
 """programs: whole training programs, valid by construction."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from fsdp_sim.program.copies import unit_mesh
 from fsdp_sim.program.exactness import is_exact
 from fsdp_sim.program.flow import untrained_ends
 from fsdp_sim.program.placements import ONE_AXIS, TWO_AXES, strategies
-from fsdp_sim.program.spec import ModuleSpec, ProgramSpec, Strategy, TieSpec
-from fsdp_sim.program.tree import owning_unit, parameter_names, replace_module, walk
+from fsdp_sim.program.spec import (
+    ContextSpec,
+    ModuleSpec,
+    OwnerSpec,
+    ProgramSpec,
+    StepSpec,
+    Strategy,
+    TieSpec,
+    UnitSpec,
+)
+from fsdp_sim.program.tree import (
+    owning_unit,
+    parameter_names,
+    parameter_shapes,
+    replace_module,
+    unit_specs,
+    units,
+    walk,
+)
 from fsdp_sim.strategies.arguments import Draw, check_kinds, maybe, number, pick
+from fsdp_sim.strategies.fault import fault_plans
 from fsdp_sim.strategies.mesh import meshes
 from fsdp_sim.strategies.owner import draw_owners
 from fsdp_sim.strategies.placement import SIMPLEST_FIRST
 from fsdp_sim.strategies.policy import draw_context, draw_optimizer, draw_policy
+from fsdp_sim.strategies.schedule import schedules
 from fsdp_sim.strategies.step import draw_steps, steps
 from fsdp_sim.strategies.tree import draw_tree, module_trees
 
 _BUDGET_MAX = 24
+_DEVIATIONS_MAX = 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +55,7 @@ class _Limits:
     recorded: bool
     exceptions: bool
     low_precision: bool
+    disturbed: bool
 
 
 def programs(
@@ -45,6 +68,7 @@ def programs(
     recorded: bool = True,
     exceptions: bool = True,
     low_precision: bool = True,
+    disturbed: bool = True,
 ) -> st.SearchStrategy[ProgramSpec]:
     """Draw a whole program that must run clean and equal the unsharded run bit for bit.
 
@@ -59,6 +83,8 @@ def programs(
         recorded: whether RECORDED prefetch may be drawn.
         exceptions: whether passes may raise.
         low_precision: whether bf16 may be drawn.
+        disturbed: whether it may run under another schedule or with late ranks, which no correct program
+            notices.
 
     Example:
         >>> @given(programs(kinds=("zero3",)))
@@ -77,6 +103,7 @@ def programs(
         recorded,
         exceptions,
         low_precision,
+        disturbed,
     )
     if kinds is not None:
         check_kinds("kinds", kinds, tuple(dict.fromkeys((*ONE_AXIS, *TWO_AXES))))
@@ -100,14 +127,15 @@ def _programs(
         draw, limits.depth_max, limits.modules_max, low_precision=limits.low_precision
     )
     bare = ProgramSpec(
-        _with_options(draw, model, len(mesh), limits),
+        _with_options(draw, model, mesh, context, limits),
         mesh,
         width=number(draw, 1, 4),
         batch=number(draw, 1, 2),
+        meta=maybe(draw, 14),
         context=context,
         optimizer=draw_optimizer(draw),
     )
-    program = _with_owners(draw, _tied(draw, bare))
+    program = _with_owners(draw, _delayed(draw, _tied(draw, bare)))
     ran = draw_steps(
         draw,
         program.model,
@@ -116,24 +144,38 @@ def _programs(
         recorded=context.prefetch_order == "recorded",
         exceptions=limits.exceptions,
     )
-    program = _with_trained_ends(replace(program, steps=ran))
+    program = _declared(draw, _with_trained_ends(replace(program, steps=ran)))
+    program = _disturbed(draw, program) if limits.disturbed else program
     return program if is_exact(program) else _in_full_precision(program)
 
 
-def _with_options(draw: Draw, model: ModuleSpec, axes: int, limits: _Limits) -> ModuleSpec:
-    """Return ``model`` with a strategy and options for each unit; most programs have one strategy."""
-    allowed = _allowed(axes, limits)
+def _with_options(
+    draw: Draw, model: ModuleSpec, mesh: tuple[int, ...], context: ContextSpec, limits: _Limits
+) -> ModuleSpec:
+    """Return ``model`` with a strategy and options for each unit; most programs have one strategy.
+
+    Units are driven by hand only where the runtime allows it, and where autograd runs as one piece: the
+    gradients of a reentrant checkpoint come before those of the backward around it.
+    """
+    allowed, on_one_axis = _allowed(len(mesh), limits), _allowed(1, limits)
     common, each = pick(draw, allowed), maybe(draw, 20)
+    split = len(mesh) > 1 and on_one_axis and maybe(draw, 25)
+    in_one_piece = all(module.checkpoint != "reentrant" for _, module in walk(model))
+    by_hand = context.prefetch_order != "recorded" and in_one_piece and maybe(draw, 20)
 
-    def options(module: ModuleSpec) -> ModuleSpec:
-        unit = module.unit
-        if unit is not None:
-            strategy = pick(draw, allowed) if each else common
-            said = draw_policy(draw, strategy, _BUDGET_MAX, low_precision=limits.low_precision)
-            unit = replace(said, group=unit.group)
-        return replace(module, unit=unit, children=tuple(options(c) for c in module.children))
+    def options(unit: UnitSpec) -> UnitSpec:
+        axes: tuple[int, ...] | None = None
+        strategy = pick(draw, allowed) if each else common
+        if split and maybe(draw, 50):
+            axes, strategy = (number(draw, 0, len(mesh) - 1),), pick(draw, on_one_axis)
+        said = draw_policy(draw, strategy, _BUDGET_MAX, low_precision=limits.low_precision)
+        return replace(said, axes=axes, group=unit.group, hooks=not (by_hand and maybe(draw, 60)))
 
-    return options(model)
+    def with_options(module: ModuleSpec) -> ModuleSpec:
+        unit = module.unit and options(module.unit)
+        return replace(module, unit=unit, children=tuple(map(with_options, module.children)))
+
+    return with_options(model)
 
 
 def _allowed(axes: int, limits: _Limits) -> tuple[Strategy, ...]:
@@ -161,11 +203,85 @@ def _tied(draw: Draw, program: ProgramSpec) -> ProgramSpec:
 
 def _with_owners(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     """Return ``program`` with an owner for each parameter, if some unit keeps whole tensors."""
-    modules = [module.unit.strategy for _, module in walk(program.model) if module.unit]
-    if "tensor_atomic" not in modules:
+    specs = unit_specs(program)
+    if all(unit.strategy != "tensor_atomic" for unit in specs.values()):
         return program
-    drawn = draw_owners(draw, parameter_names(program), program.world_size)
-    return replace(program, owners=drawn.owners)
+    owners: list[OwnerSpec] = []
+    for name in parameter_names(program):
+        ranks = math.prod(unit_mesh(specs[name.rpartition(".")[0]], program.mesh))
+        owners += draw_owners(draw, (name,), ranks).owners
+    return replace(program, owners=tuple(owners))
+
+
+def _delayed(draw: Draw, program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` with the gradient of one weight delayed, sometimes.
+
+    The caller must wait for it, and each call of its unit must use it: it is the unit's own, untied. The
+    unit has hooks, which tell the runtime of its backward before that gradient comes.
+    """
+    tied = {path for tie in program.ties for path in (tie.source, tie.module)}
+    alone = {u.paths[0] for u in units(program) if len(u.paths) == 1 and u.spec.hooks}
+    can = [
+        path
+        for path, module in walk(program.model)
+        if path in alone - tied and module.layer is not None and module.layer.frozen == "none"
+    ]
+    if not can or not program.context.caller_managed_grad_sync or not maybe(draw, 50):
+        return program
+    path = pick(draw, can)
+    layer = dict(walk(program.model))[path].layer
+    assert layer is not None, "only modules with layers were kept"
+    linear = replace(layer, kind="linear", rows=1, delayed=True)
+    return replace(program, model=replace_module(program.model, path, layer=linear))
+
+
+def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` with the number of gradients in a window declared by its units, sometimes.
+
+    Every step is then as the first, and every gradient comes in each of its backwards.
+    """
+    nodes = dict(walk(program.model))
+    in_one_piece = all(module.checkpoint != "reentrant" for module in nodes.values())
+    if not in_one_piece or not maybe(draw, 9):
+        return program
+    passes = tuple(replace(one, calls=(), raises=None) for one in program.steps[0].passes)
+    step = StepSpec(passes, set_to_none=program.steps[0].set_to_none)
+    trained = [one for one in passes if one.kind == "train"]
+    backwards = sum(1 if one.backward == "joint" else one.forwards for one in trained)
+    counts = {
+        path: backwards * count
+        for unit in units(program)
+        if (count := _trainable_count(program, unit.members))
+        for path in unit.paths
+    }
+    for path, count in counts.items():
+        unit = nodes[path].unit
+        assert unit is not None, "a path of a unit has one"
+        declared = replace(unit, grad_accumulation_count=count)
+        program = replace(program, model=replace_module(program.model, path, unit=declared))
+    return replace(program, steps=(step,) * len(program.steps))
+
+
+def _trainable_count(program: ProgramSpec, members: tuple[str, ...]) -> int:
+    """Return how many parameters of a unit require gradients, tied ones once."""
+    nodes, tied = dict(walk(program.model)), {tie.module for tie in program.ties}
+    layers = [layer for path in members if path not in tied and (layer := nodes[path].layer)]
+    return sum(
+        layer.frozen == "none" or (layer.frozen == "weight" and name == "bias")
+        for layer in layers
+        for name in parameter_shapes(layer, program.width)
+    )
+
+
+def _disturbed(draw: Draw, program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` under another schedule or with late ranks, sometimes: it must not notice."""
+    ranks = program.world_size
+    if maybe(draw, 30):
+        line = draw(schedules(ranks, deviations_max=_DEVIATIONS_MAX))
+        program = replace(program, schedule=line if ">" in line else "")
+    if maybe(draw, 12):
+        program = replace(program, faults=draw(fault_plans(ranks)).faults)
+    return program
 
 
 def _with_trained_ends(program: ProgramSpec) -> ProgramSpec:

@@ -16,7 +16,7 @@ from fsdp_sim.program.spec import (
     RaiseSpec,
     StepSpec,
 )
-from fsdp_sim.program.tree import walk
+from fsdp_sim.program.tree import parent_path, walk
 from fsdp_sim.strategies.arguments import Draw, check_range, maybe, number, pick
 
 Phase = Literal["forward", "backward"]
@@ -81,15 +81,19 @@ def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
 
     Such a module has no unit below it, and it or a module above it, up to its unit, has a trainable weight
     that is applied after the calls: the unit then gets a gradient on every rank, whatever was called.
+    A unit without hooks cannot know of it once that weight is frozen, so it has no such modules.
     """
     free = []
     anchored: dict[str, bool] = {}
+    hooked: dict[str, bool] = {}
     for path, module in walk(model):
-        above = anchored[path.rpartition(".")[0]] if path else False
+        above = anchored[parent_path(path)] if path else False
         trains = module.layer is not None and module.layer.frozen == "none"
         anchored[path] = trains if module.unit is not None else above or trains
+        hooked[path] = module.unit.hooks if module.unit else path == "" or hooked[parent_path(path)]
         below = [child for below_path, child in walk(module) if below_path]
-        if anchored[path] and module.children and not any(child.unit for child in below):
+        has_units = any(child.unit for child in below)
+        if anchored[path] and hooked[path] and module.children and not has_units:
             free.append(path)
     return tuple(free)
 
@@ -168,7 +172,7 @@ def _calls(draw: Draw, world: _World) -> tuple[CallsSpec, ...]:
     parents = [path for path, module in world.nodes.items() if module.children]
     if not parents:
         return ()
-    if world.free and world.world_size > 1 and maybe(draw, 70):
+    if world.free and world.world_size > 1 and maybe(draw, 85):
         return (_call(draw, world, pick(draw, world.free)),)
     first, second = pick(draw, parents), pick(draw, parents)
     chosen = (first,) if first == second else (first, second)
@@ -181,6 +185,6 @@ def _call(draw: Draw, world: _World, path: str) -> CallsSpec:
     order = tuple(number(draw, 0, count - 1) for _ in range(length))
     dropped = (number(draw, 0, length - 1),) if order and maybe(draw, 22) else ()
     ranks: tuple[int, ...] | None = None
-    if path in world.free and world.world_size > 1 and maybe(draw, 80):
+    if path in world.free and world.world_size > 1 and maybe(draw, 90):
         ranks = (number(draw, 0, world.world_size - 1),)
     return CallsSpec(path, order, dropped, ranks)

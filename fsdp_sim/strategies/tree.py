@@ -131,8 +131,8 @@ def draw_tree(
 def _node(draw: Draw, depth: int, budget: _Budget, *, is_top: bool, covered: bool) -> ModuleSpec:
     """Draw a module; ``covered`` says that a unit lies above it."""
     count = _child_count(draw, depth, budget, is_top=is_top)
-    has_layer = not maybe(draw, 55 if count else 8)
-    is_unit = maybe(draw, 36 if covered else 60) or (has_layer and not covered)
+    has_layer = not maybe(draw, 36 if count else 8)
+    is_unit = maybe(draw, 48 if covered else 60) or (has_layer and not covered)
     children = tuple(
         _node(draw, depth - 1, budget, is_top=False, covered=covered or is_unit)
         for _ in range(count)
@@ -151,7 +151,7 @@ def _child_count(draw: Draw, depth: int, budget: _Budget, *, is_top: bool) -> in
     most = min(budget.children_max, budget.modules) if depth > 0 else 0
     if most == 0 or (not is_top and not maybe(draw, 45)):
         return 0
-    count = min(most, pick(draw, (0, 1, 2, 2, 3, 3, most)))
+    count = min(most, pick(draw, (0, 2, 2, 2, 3, 3, 3, most)))
     budget.modules -= count
     return count
 
