@@ -1,0 +1,101 @@
+"""One batch: programs drawn from its number, run with every check, shrunk where one fails.
+
+The same number draws the same programs, on any machine and with any number of workers, as long as
+Hypothesis is of the same version.
+"""
+
+import time
+import warnings
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+
+from ci.search.coverage import Coverage
+from fsdp_sim.program import ProgramSpec, dump_program
+from fsdp_sim.program.parity import verify
+from fsdp_sim.replay_file import failure_of
+from fsdp_sim.strategies import programs
+
+PROGRAMS_EACH = 100
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A program that failed, as small as it could be made.
+
+    Attributes:
+        batch: number of the batch that drew it.
+        kind: of the finding, or the class of what a rank raised.
+        message: its first line.
+        program: as JSON.
+        text: as the code that makes it.
+    """
+
+    batch: int
+    kind: str
+    message: str
+    program: str
+    text: str
+
+
+@dataclass
+class Result:
+    """What a batch gave.
+
+    Attributes:
+        programs: how many were run, up to the first that failed.
+        seconds: processor time.
+    """
+
+    number: int
+    programs: int = 0
+    seconds: float = 0.0
+    coverage: Coverage = field(default_factory=Coverage)
+    failure: Failure | None = None
+
+
+def run_batch(number: int, count: int = PROGRAMS_EACH) -> Result:
+    """Draw and run the programs of one batch, up to the first that fails."""
+    torch.set_num_threads(1)
+    result = Result(number)
+    start = time.process_time()
+    last: list[tuple[ProgramSpec, Exception]] = []  # of the failures the last one is the smallest
+
+    @seed(number)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
+    @given(programs())
+    def each(program: ProgramSpec) -> None:
+        try:
+            report = verify(program, trace=True)
+        except Exception as error:
+            last.append((program, error))
+            raise
+        if not last:
+            result.programs += 1
+            result.coverage.add(program, report)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            each()
+        except Exception:
+            if not last:
+                raise
+            result.failure = _failure(number, *last[-1])
+    result.seconds = time.process_time() - start
+    return result
+
+
+def _failure(number: int, program: ProgramSpec, error: Exception) -> Failure:
+    expected = failure_of(error)
+    lines = expected.message.splitlines() or [""]
+    return Failure(number, expected.kind, lines[0], dump_program(program), repr(program))
