@@ -88,6 +88,27 @@ class Entry:
     is_corrupt: bool = False
 
 
+@dataclass
+class GroupCall:
+    """What one call of a ``c10d`` operator asks of its group.
+
+    Attributes:
+        is_batch: its entries are one device op.
+        peer: position of the other rank of a send or recv.
+    """
+
+    communicator: Communicator
+    entries: Sequence[Entry]
+    is_async: bool
+    is_batch: bool = False
+    peer: int | None = None
+
+    def stream(self) -> Stream:
+        """Return where it runs: asynchronous ones on a stream of the group's, or of the pair's."""
+        communicator = self.communicator
+        return communicator.stream(self.peer) if self.is_async else communicator.machine.stream
+
+
 # ---------------------------------------------------------------------- one c10d operator
 
 RETURNS_TENSORS = frozenset(
@@ -107,22 +128,43 @@ RETURNS_TENSORS = frozenset(
 
 def dispatch_collective(machine: Machine, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer one ``c10d`` operator."""
-    named = patches.named_arguments(func, args, kwargs)
-    if "process_group" not in named or name == "recv_any_source_":
-        raise NotImplementedError(
-            f"the simulator has no operation 'c10d::{name}', as NCCL has none"
+    call = call_of(machine, name, patches.named_arguments(func, args, kwargs))
+    communicator = call.communicator
+    if communicator.batch is not None:
+        work = _collect(communicator, call.entries)
+    else:
+        work = issue(
+            communicator,
+            call.entries,
+            call.stream(),
+            is_async=call.is_async,
+            is_batch=call.is_batch,
         )
-    communicator = _communicator(machine, patches.unbox_group(named["process_group"]))
-    if name in ("send", "recv_"):
-        return _point_to_point(communicator, named, is_send=name == "send").boxed()
-    work = _collective(communicator, name, named)
     if name == "monitored_barrier_":
         work.wait()
         return None
     return (args[0], work.boxed()) if name in RETURNS_TENSORS else work.boxed()
 
 
-def _communicator(machine: Machine, group: Any) -> Communicator:
+def call_of(machine: Machine, name: str, named: dict[str, Any]) -> GroupCall:
+    """Return what a call of one ``c10d`` operator asks for.
+
+    Args:
+        machine: of the calling rank.
+        name: of the operator.
+        named: its arguments by name, defaults filled in.
+    """
+    if "process_group" not in named or name == "recv_any_source_":
+        raise NotImplementedError(
+            f"the simulator has no operation 'c10d::{name}', as NCCL has none"
+        )
+    communicator = communicator_of(machine, patches.unbox_group(named["process_group"]))
+    if name in ("send", "recv_"):
+        return _point_to_point(communicator, named, is_send=name == "send")
+    return _collective(communicator, name, named)
+
+
+def communicator_of(machine: Machine, group: Any) -> Communicator:
     """Return the rank's view of a group, which must be one that it made through torch.distributed."""
     if not patches.is_registered_group(group):
         raise RuntimeError(
@@ -149,7 +191,7 @@ def made_group(name: str) -> None:
             del machine.communicators[group]
 
 
-def _collective(communicator: Communicator, name: str, named: dict[str, Any]) -> Work:
+def _collective(communicator: Communicator, name: str, named: dict[str, Any]) -> GroupCall:
     machine = communicator.machine
     means = COLLECTIVES.get(name)
     if means is None:
@@ -161,15 +203,13 @@ def _collective(communicator: Communicator, name: str, named: dict[str, Any]) ->
     meanings = means(Request(named, communicator.rank, len(ranks), reduction))
     is_async = bool(named.get("async_op", True))
     entries = [Entry(meaning, ranks, communicator.rank, is_async=is_async) for meaning in meanings]
-    is_batch = len(entries) > 1
-    if communicator.batch is not None:
-        return _collect(communicator, entries)
-    stream = communicator.stream() if is_async else machine.stream
-    return issue(communicator, entries, stream, is_async=is_async, is_batch=is_batch)
+    return GroupCall(communicator, entries, is_async=is_async, is_batch=len(entries) > 1)
 
 
-def _point_to_point(communicator: Communicator, named: dict[str, Any], *, is_send: bool) -> Work:
-    """Issue a send or a recv on the stream of its pair of ranks, in order of issue.
+def _point_to_point(
+    communicator: Communicator, named: dict[str, Any], *, is_send: bool
+) -> GroupCall:
+    """A send or a recv runs on the stream of its pair of ranks, in order of issue.
 
     The tag takes part in matching only: NCCL has none, so messages of a pair match in order.
     """
@@ -181,9 +221,7 @@ def _point_to_point(communicator: Communicator, named: dict[str, Any], *, is_sen
     members = (ranks[source], ranks[target])
     is_batch = communicator.batch is not None
     entry = Entry(meaning, members, 0 if is_send else 1, (*members, is_batch), is_async=True)
-    if is_batch:
-        return _collect(communicator, [entry])
-    return issue(communicator, [entry], communicator.stream(peer), is_async=True)
+    return GroupCall(communicator, [entry], is_async=True, peer=peer)
 
 
 # ---------------------------------------------------------------------- batches
@@ -193,7 +231,7 @@ def start_coalescing(group: Any, device: Any) -> None:  # noqa: ARG001  as Proce
     """Begin to collect the operations of a coalescing manager."""
     machine = machines.current()
     assert machine is not None
-    communicator = _communicator(machine, group)
+    communicator = communicator_of(machine, group)
     communicator.batch, communicator.batch_work = [], Work(machine)
 
 
@@ -201,7 +239,7 @@ def end_coalescing(group: Any, device: Any) -> Work:  # noqa: ARG001  as Process
     """Issue all operations collected as one device op, and return its handle."""
     machine = machines.current()
     assert machine is not None
-    communicator = _communicator(machine, group)
+    communicator = communicator_of(machine, group)
     entries, communicator.batch = communicator.batch or [], None
     if not entries:
         return Work(machine)
@@ -295,7 +333,7 @@ def _launch_entry(
 ) -> Part:
     """Emit the op with this rank's reads and writes, and let it meet the others' parts."""
     machine, meaning = communicator.machine, entry.meaning
-    call = _call(communicator, entry, batch)
+    call = signature_of(communicator, entry, batch)
     part = Part(machine, stream, work, _meeting(machine, call, meaning), call)
     reads = _note_all(part, meaning.inputs, write=False)
     writes = _note_all(part, meaning.outputs, write=True)
@@ -321,7 +359,8 @@ def _launch_entry(
     return part
 
 
-def _call(communicator: Communicator, entry: Entry, batch: int | None) -> Call:
+def signature_of(communicator: Communicator, entry: Entry, batch: int | None) -> Call:
+    """Return what the ranks must agree on, and count the entry."""
     meaning = entry.meaning
     return Call(
         entry.members,
