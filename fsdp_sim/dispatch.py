@@ -122,6 +122,22 @@ class RankMode(TorchDispatchMode):
         return operator.handle(self, operator, func, args, kwargs or {})
 
 
+class HostMode(TorchDispatchMode):
+    """Inside it a rank computes on its host: what operators return is the host's."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.machine = machine
+
+    @patches.never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer one call."""
+        if func.namespace != "aten" or patches.is_python_subclass(types):
+            return func(*args, **(kwargs or {}))
+        with patches.below_dispatch():
+            return run_on_host(self.machine, func, args, kwargs or {})
+
+
 _OPERATORS: dict[int, Operator] = {}
 """By identity: operators live as long as PyTorch, and their own hash is slow Python."""
 

@@ -8,14 +8,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from fsdp_sim import machine as machines
 from fsdp_sim import patches
+from fsdp_sim.dispatch import HostMode
 from fsdp_sim.machine import Machine
 
 
 def install(undo: patches.Patches) -> None:
     """Mark each mesh that a rank makes, and keep what fills those caches out of the ranks' ops."""
+    install_unmarked(undo)
     undo.wrap(patches.DeviceMesh, "__init__", _marking)
+
+
+def install_unmarked(undo: patches.Patches) -> None:
+    """Let what a mesh computes of its ranks be the host's, and keep what fills caches out of the ops."""
+    undo.wrap(patches.DeviceMesh, "__init__", _on_host)
     undo.wrap(patches.ShardingPropagator, patches.SHAPE_PROPAGATION, _unseen)
 
 
@@ -26,8 +35,22 @@ def _marking(original: Callable[..., None]) -> Callable[..., None]:
         machine = machines.current()
         if machine is not None:
             patches.mark_mesh(self, _mark(machine, self))
-            for tensor in patches.tensors_of_mesh(self):
-                machine.memory.to_host(tensor)
+
+    return make
+
+
+def _on_host(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        machine = machines.current()
+        if machine is None:
+            original(self, *args, **kwargs)
+            return
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                machine.memory.to_host(value)
+        with HostMode(machine):
+            original(self, *args, **kwargs)
 
     return make
 

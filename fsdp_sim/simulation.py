@@ -203,6 +203,7 @@ class Simulation:
         LOCAL.rank = machine
         machine.default_stream = new_stream("default")
         machine.select(machine.default_stream)
+        machine.stream_id(machine.default_stream)  # it is number 0 wherever the program begins
         try:
             with (
                 torch.autograd.set_multithreading_enabled(False),
