@@ -24,14 +24,18 @@ class Trace:
     Args:
         world_size: number of ranks.
         keep_ops: keep all ops; else the last ones only.
+        ranks: whose ops it holds; all by default. A recording of one process holds one rank's.
 
     Attributes:
         schedule: how the run was scheduled, when that is known.
         keeps_all: all ops are kept.
     """
 
-    def __init__(self, world_size: int, *, keep_ops: bool = True) -> None:
+    def __init__(
+        self, world_size: int, *, keep_ops: bool = True, ranks: Iterable[int] | None = None
+    ) -> None:
         self.world_size = world_size
+        self.ranks = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
         self.schedule: Schedule | None = None
         self.keeps_all = keep_ops
         self._ops: list[Op] | deque[Op] = [] if keep_ops else deque(maxlen=LAST_OPS_KEPT)
@@ -58,12 +62,12 @@ class Trace:
     @property
     def digest(self) -> str:
         """The same for the same code, torch minor version and device type, wherever it runs."""
-        return combined(digest.full() for digest in self._digests)
+        return combined(self._digests[rank].full() for rank in self.ranks)
 
     @property
     def order_digest(self) -> str:
         """The same for the same order of streams, events, collectives and labelled allocations."""
-        return combined(digest.order() for digest in self._digests)
+        return combined(self._digests[rank].order() for rank in self.ranks)
 
     def to_text(self) -> str:
         """Return one line an op."""
@@ -79,6 +83,7 @@ class Trace:
 
         header = {
             "world_size": self.world_size,
+            "ranks": self.ranks,
             "schedule": None if self.schedule is None else str(self.schedule),
             "torch": str(torch_version),
             "digest": self.digest,
@@ -94,7 +99,7 @@ class Trace:
             ConfigError: the file is no trace of this version, or its ops have another digest than it says.
         """
         header, ops = trace_file.read(path)
-        trace = cls.of(ops, header["world_size"])
+        trace = cls.of(ops, header["world_size"], header["ranks"])
         if header["schedule"] is not None:
             trace.schedule = Schedule.parse(header["schedule"])
         if trace.digest != header["digest"]:
@@ -105,12 +110,31 @@ class Trace:
         return trace
 
     @classmethod
-    def of(cls, ops: Iterable[Op], world_size: int) -> "Trace":
+    def of(cls, ops: Iterable[Op], world_size: int, ranks: Iterable[int] | None = None) -> "Trace":
         """Make a trace of given ops."""
-        trace = cls(world_size)
+        trace = cls(world_size, ranks=ranks)
         for op in ops:
             trace.add(op)
         return trace
+
+    @classmethod
+    def merged(cls, traces: Sequence["Trace"]) -> "Trace":
+        """Join the traces of single processes to one of all ranks, in order of rank.
+
+        Raises:
+            ConfigError: they are of different numbers of ranks, or a rank is missing or comes twice.
+        """
+        world_size = traces[0].world_size
+        sizes = sorted({trace.world_size for trace in traces})
+        if len(sizes) > 1:
+            raise ConfigError(f"traces to merge must be of one world size, got {sizes}")
+        held = sorted(rank for trace in traces for rank in trace.ranks)
+        if held != list(range(world_size)):
+            raise ConfigError(
+                f"traces to merge must hold each of {world_size} ranks once, got ranks {held}"
+            )
+        by_rank = sorted(traces, key=lambda trace: trace.ranks)
+        return cls.of((op for trace in by_rank for op in trace.all_ops()), world_size)
 
     def all_ops(self) -> Sequence[Op]:
         """Return the ops.
@@ -142,19 +166,29 @@ class Difference(NamedTuple):
 def diff(one: Trace, other: Trace, *, order_only: bool = False) -> Difference | None:
     """Return the first entry that differs, by rank, or None when the digests are equal.
 
+    Where one trace holds some ranks only, those are compared.
+
     Args:
         one: the first trace.
         other: the second one.
         order_only: compare as ``order_digest`` does, else as ``digest`` does.
 
     Raises:
-        ConfigError: the traces are of different numbers of ranks, or their ops were not kept.
+        ConfigError: the traces are of different numbers of ranks or hold none in common, or their ops
+            were not kept.
     """
     if one.world_size != other.world_size:
         raise ConfigError(
             f"traces must be of one world size, got {one.world_size} and {other.world_size}"
         )
-    for rank, pairs in enumerate(zip(_by_rank(one, order_only), _by_rank(other, order_only))):
+    common = [rank for rank in one.ranks if rank in other.ranks]
+    if not common:
+        raise ConfigError(
+            f"traces must hold a rank in common, got ranks {one.ranks} and {other.ranks}"
+        )
+    firsts, seconds = _by_rank(one, order_only), _by_rank(other, order_only)
+    for rank in common:
+        pairs = firsts[rank], seconds[rank]
         for position, (first, second) in enumerate(zip_longest(*pairs, fillvalue=_END)):
             if first[0] != second[0]:
                 return Difference(rank, position, first[1], second[1])

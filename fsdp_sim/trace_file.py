@@ -1,13 +1,13 @@
 """Trace files: ops as JSON lines of a versioned schema, from a simulation or a recorder.
 
-The first line is a header: ``schema``, ``version``, ``world_size``, ``schedule`` (or null), ``torch``,
-``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names, without
+The first line is a header: ``schema``, ``version``, ``world_size``, ``ranks`` (whose ops are in it),
+``schedule`` (or null), ``torch``, ``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names, without
 those that have their default.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
 strides]`` behind where not every byte of the range is touched.  Reading one runs nothing.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,17 @@ from fsdp_sim.errors import ConfigError
 from fsdp_sim.op import Access, Call, Kind, Op, Source
 
 SCHEMA = "fsdp_sim.trace"
-VERSION = 1
-HEADER = ("schema", "version", "world_size", "schedule", "torch", "digest", "order_digest")
+VERSION = 2
+HEADER = (
+    "schema",
+    "version",
+    "world_size",
+    "ranks",
+    "schedule",
+    "torch",
+    "digest",
+    "order_digest",
+)
 
 _DEFAULTS: dict[str, Any] = {"other": -1, "nbytes": 0, "annotation": None}
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -58,7 +67,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[Op]]:
     with Path(path).open(encoding="utf-8") as file:
         lines = enumerate(file, start=1)
         header = _header(path, next(lines, (1, ""))[1])
-        return header, list(_ops(path, lines, header["world_size"]))
+        return header, list(_ops(path, lines, header["ranks"]))
 
 
 def _record(op: Op) -> dict[str, Any]:
@@ -91,10 +100,15 @@ def _header(path: str | Path, line: str) -> dict[str, Any]:
         )
     if tuple(header) != HEADER or not isinstance(header["world_size"], int):
         raise ConfigError(f"{path}:1 must have the fields {', '.join(HEADER)}, got {line[:200]!r}")
+    ranks = header["ranks"]
+    if not isinstance(ranks, list) or not set(ranks) <= set(range(header["world_size"])):
+        raise ConfigError(
+            f"{path}:1 ranks must be numbers below {header['world_size']}, got {ranks!r}"
+        )
     return header
 
 
-def _ops(path: str | Path, lines: Iterable[tuple[int, str]], world_size: int) -> Iterator[Op]:
+def _ops(path: str | Path, lines: Iterable[tuple[int, str]], ranks: Sequence[int]) -> Iterator[Op]:
     for number, line in lines:
         record = _json(path, number, line)
         _check_fields(path, number, record)
@@ -104,8 +118,8 @@ def _ops(path: str | Path, lines: Iterable[tuple[int, str]], world_size: int) ->
             raise ConfigError(
                 f"{path}:{number} must be an op, got {line[:200]!r}: {error}"
             ) from error
-        if not 0 <= op.rank < world_size:
-            raise ConfigError(f"{path}:{number} rank must be below {world_size}, got {op.rank}")
+        if op.rank not in ranks:
+            raise ConfigError(f"{path}:{number} rank must be one of {ranks}, got {op.rank}")
         yield op
 
 

@@ -1,9 +1,12 @@
 """``fsdp-sim trace`` and ``check``: stored traces, read and judged."""
 
 import sys
+from collections.abc import Iterator
 
 import click
 
+from fsdp_sim.analysis import analyse
+from fsdp_sim.checkers import CHECKERS, make
 from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, console, judging
 from fsdp_sim.report import finding_text
 from fsdp_sim.trace import Trace, diff
@@ -13,7 +16,7 @@ stored = click.Path(exists=True, dir_okay=False)
 
 @click.group()
 def trace() -> None:
-    """Read traces that `fsdp-sim run --trace FILE` wrote."""
+    """Read traces that `fsdp-sim run --trace FILE` or `fsdp_sim.record` wrote."""
 
 
 @trace.command()
@@ -57,21 +60,39 @@ def difference(one: str, other: str, *, order: bool) -> None:
         sys.exit(CLEAN if found is None else FINDINGS)
 
 
+@trace.command()
+@click.argument("output", type=OUTPUT)
+@click.argument("files", type=stored, nargs=-1, required=True)
+def merge(output: str, files: tuple[str, ...]) -> None:
+    """Join the recordings of all processes of one run, one file each, into OUTPUT."""
+    with judging(files):
+        Trace.merged([Trace.load(file) for file in files]).save(output)
+
+
 @click.command()
 @click.argument("files", type=stored, nargs=-1, required=True)
 def check(files: tuple[str, ...]) -> None:
-    """Run every checker on stored traces."""
-    from fsdp_sim.analysis import analyse
-    from fsdp_sim.checkers import CHECKERS, make
-
+    """Run every checker on stored traces; recordings of single processes are judged as one run."""
     is_clean = True
     with judging(files):
-        for file in files:
-            loaded = Trace.load(file)
+        for name, loaded in _runs(files):
             findings = analyse(loaded.ops, make(CHECKERS), loaded.world_size).findings
             for finding in findings:
                 console.print(f"{finding_text(finding)}\n")
             errors = [finding for finding in findings if not finding.is_notice]
-            console.print(f"{file}: {len(errors) or 'no'} findings, digest {loaded.digest}")
+            console.print(f"{name}: {len(errors) or 'no'} findings, digest {loaded.digest}")
             is_clean = is_clean and not errors
     sys.exit(CLEAN if is_clean else FINDINGS)
+
+
+def _runs(files: tuple[str, ...]) -> Iterator[tuple[str, Trace]]:
+    """Give each run, with the names of its files."""
+    parts: dict[str, Trace] = {}
+    for file in files:
+        loaded = Trace.load(file)
+        if len(loaded.ranks) == loaded.world_size:
+            yield file, loaded
+        else:
+            parts[file] = loaded
+    if parts:
+        yield " ".join(parts), Trace.merged(list(parts.values()))

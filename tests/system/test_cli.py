@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fsdp_sim.cli import main
+from fsdp_sim.trace import Trace
 
 CLEAN = """
 import os, sys, torch, torch.distributed as dist
@@ -179,6 +180,43 @@ def test_check_of_a_clean_trace_leaves_with_0(tmp_path: Path) -> None:
 
     assert result.exit_code == 0
     assert "no findings" in result.stderr
+
+
+def by_rank(folder: Path, text: str) -> list[str]:
+    """Write what each rank did into a file of its own, as a recording of each process would be."""
+    whole, files = Trace.load(recorded(folder, text)), []
+    for rank in whole.ranks:
+        files.append(str(folder / f"rank-{rank}.jsonl"))
+        mine = [op for op in whole.ops if op.rank == rank]
+        Trace.of(mine, whole.world_size, [rank]).save(files[-1])
+    return files
+
+
+def test_check_judges_recordings_of_single_processes_as_one_run(tmp_path: Path) -> None:
+    """A collective meets the other processes' parts."""
+    result = invoke("check", *by_rank(tmp_path, CLEAN))
+
+    assert result.exit_code == 0
+    assert result.stderr.count("no findings") == 1
+
+
+def test_check_refuses_a_run_without_all_its_processes(tmp_path: Path) -> None:
+    """A rank that is missing would look like one that hangs."""
+    result = invoke("check", by_rank(tmp_path, CLEAN)[0])
+
+    assert result.exit_code == 2
+    assert "traces to merge must hold each of 2 ranks once, got ranks [0]" in result.output
+
+
+def test_trace_merge_joins_processes_to_the_run_that_they_were(tmp_path: Path) -> None:
+    """What is merged equals the trace of all ranks."""
+    merged = str(tmp_path / "merged.jsonl")
+    files = by_rank(tmp_path, CLEAN)
+    result = invoke("trace", "merge", merged, *files)
+
+    assert result.exit_code == 0
+    assert invoke("trace", "diff", merged, str(tmp_path / "trace.jsonl")).stdout == "the same\n"
+    assert invoke("trace", "diff", merged, files[1]).stdout == "the same\n"
 
 
 def test_trace_text_has_a_line_for_each_operation(tmp_path: Path) -> None:
