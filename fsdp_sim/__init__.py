@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from fsdp_sim.exploration import Exploration as Exploration
     from fsdp_sim.exploration import explore as explore
     from fsdp_sim.probes import sometimes as sometimes
+    from fsdp_sim.recorder import Recording as Recording
+    from fsdp_sim.recorder import record as record
     from fsdp_sim.simulation import Report as Report
     from fsdp_sim.trace import Trace as Trace
     from fsdp_sim.verbs import replay as replay
@@ -22,6 +24,8 @@ _HOME = {
     "explore": "fsdp_sim.exploration",
     "Exploration": "fsdp_sim.exploration",
     "sometimes": "fsdp_sim.probes",
+    "record": "fsdp_sim.recorder",
+    "Recording": "fsdp_sim.recorder",
     "Report": "fsdp_sim.simulation",
     "Trace": "fsdp_sim.trace",
     "Finding": "fsdp_sim.errors",

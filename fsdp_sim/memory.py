@@ -107,7 +107,8 @@ class Memory:
         record = self.records.get(storage._cdata)
         if record is None:
             record = self._track(storage)
-            record.is_host = record.is_placed = self.takes_unknown_for_host
+            if self.takes_unknown_for_host:
+                record.is_host = record.is_placed = True
         return record
 
     def find(self, tensor: torch.Tensor) -> StorageRecord | None:
@@ -116,9 +117,13 @@ class Memory:
             return None
         storage = tensor.untyped_storage()
         record = self.records.get(storage._cdata)
-        if record is None and patches.is_on_cpu(tensor):
+        if record is None and self.is_seen(tensor):
             record = self._track(storage)
         return record
+
+    def is_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is of a device that takes part in ops."""
+        return patches.is_on_cpu(tensor)
 
     def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """Return the record of a storage if there is one."""
@@ -140,7 +145,7 @@ class Memory:
             return None
         storage = tensor.untyped_storage()
         record = self.records.get(storage._cdata)
-        if record is None and patches.is_on_cpu(tensor):
+        if record is None and self.is_seen(tensor):
             record = self._track(storage)
             record.is_host, record.is_born = is_host, True
             if not is_host:

@@ -442,6 +442,17 @@ def _c10d_operators() -> list[str]:
     return [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
 
 
+@contextmanager
+def listening() -> Iterator[Patches]:
+    """Say that a profiler listens, so that runtimes open their ranges, and undo every replacement."""
+    patches = Patches()
+    patches.replace(torch.autograd.profiler, "_is_profiler_enabled", value=True)
+    try:
+        yield patches
+    finally:
+        patches.undo()
+
+
 def replace_collectives(
     undo: Patches, kernel: Callable[[str, Any], Callable[..., Any]], refuse: Callable[..., Any]
 ) -> None:
@@ -485,6 +496,37 @@ BACKEND_METHODS = (
     "scatter",
     "send",
 )
+
+METHODS_WITH_WORK = tuple(
+    name
+    for name in (
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "all_to_all_single",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        "scatter",
+        "send",
+    )
+    if hasattr(ProcessGroup, name)
+)
+"""Methods of a process group that issue an operation and return its handle (torch 2.11 to 2.14)."""
 
 METHODS_WITH_REDUCE_OP = (
     "allreduce",
@@ -878,6 +920,18 @@ class Schema(NamedTuple):
     returns_alias: bool
     returns_new: bool
     result_count: int
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operator without its namespace and overload."""
+    return str(getattr(func, "_opname", func.name()))
+
+
+def is_download(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Whether the host has waited for a conversion that copies from a device to it."""
+    if name_of(func) != "_to_copy" or kwargs.get("non_blocking", False):
+        return False
+    return device_of(out).type == "cpu" and device_of(args[0]).type not in ("cpu", "meta")
 
 
 def is_higher_order(func: Any) -> bool:

@@ -19,20 +19,24 @@ from fsdp_sim.tensors import access_of
 
 def install(undo: patches.Patches, *, sees_operators: bool = True) -> None:
     """Install every shim, or only those that collectives need; ``undo`` puts all names back."""
-    _install_streams(undo)
+    install_streams(undo)
+    _hide_accelerators(undo)
     if sees_operators:
-        _install_backward(undo)
-        _install_host_reads(undo)
-        _install_memory(undo)
+        install_backward(undo)
+        install_host_reads(undo)
+        install_memory(undo)
     groups.install(undo)
     meshes.install(undo)
     hashes.install(undo)
     _install_files(undo)
-    _install_ranges(undo)
+    install_ranges(undo, enters=False)
+    undo.replace(torch.cuda.nvtx, "range_push", _push_nvtx)
+    undo.replace(torch.cuda.nvtx, "range_pop", _pop_nvtx)
+    undo.replace(torch.cuda.nvtx, "mark", lambda _: None)
 
 
-def _install_streams(undo: patches.Patches) -> None:
-    """Give torch.cpu what torch.cuda has of streams, and hide CUDA."""
+def install_streams(undo: patches.Patches) -> None:
+    """Give torch.cpu what torch.cuda has of streams."""
     stream_class, event_class = streams.stream_classes()
     names: dict[str, Any] = {
         "Stream": stream_class,
@@ -48,12 +52,16 @@ def _install_streams(undo: patches.Patches) -> None:
     }
     for name, value in names.items():
         undo.define(torch.cpu, name, value)
+    undo.replace(torch.Tensor, "record_stream", streams.record_stream)
+
+
+def _hide_accelerators(undo: patches.Patches) -> None:
+    """Let the CPU be the only device, and what is said of "the accelerator" be said of it."""
     for name in ("current_stream", "set_stream", "synchronize"):
         # Another object: Dynamo takes functions of two modules to be two functions.
-        undo.define(torch.accelerator, name, functools.partial(names[name]))
+        undo.define(torch.accelerator, name, functools.partial(getattr(torch.cpu, name)))
     for name in ("Stream", "Event"):
-        undo.replace(torch, name, names[name])
-    undo.replace(torch.Tensor, "record_stream", streams.record_stream)
+        undo.replace(torch, name, getattr(torch.cpu, name))
     for module in (torch.cuda, torch.accelerator):
         undo.replace(module, "is_available", lambda: False)
         undo.replace(module, "device_count", lambda: 0)
@@ -74,7 +82,8 @@ def _refuse_cuda() -> None:
     )
 
 
-def _install_backward(undo: patches.Patches) -> None:
+def install_backward(undo: patches.Patches) -> None:
+    """Follow every run of autograd's engine."""
     for owner, name in patches.ENGINE_ENTRIES:
         undo.replace(owner, name, _following(getattr(owner, name)))
 
@@ -92,7 +101,7 @@ def _following(engine: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _install_host_reads(undo: patches.Patches) -> None:
+def install_host_reads(undo: patches.Patches) -> None:
     """Reads that never reach dispatch on CPU, and for which CUDA's host would wait."""
     for name in ("tolist", "numpy", "__dlpack__", "__reduce_ex__"):
         undo.replace(Tensor, name, _reading(name, getattr(Tensor, name)))
@@ -173,7 +182,8 @@ def _making(original: Callable[..., Any], *, on_device: bool = False) -> Callabl
     return make
 
 
-def _install_memory(undo: patches.Patches) -> None:
+def install_memory(undo: patches.Patches) -> None:
+    """See storages that are resized in place."""
     original = torch.UntypedStorage.resize_
 
     @functools.wraps(original)
@@ -211,32 +221,32 @@ def _breakable(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_stream
 
 
-def _install_ranges(undo: patches.Patches) -> None:
-    """Ranges label what is issued inside them; no profiler is needed."""
+def install_ranges(undo: patches.Patches, *, enters: bool) -> None:
+    """Ranges label what is issued inside them; no profiler is needed.
+
+    Args:
+        undo: puts the names back.
+        enters: whether a range is a profiler's as well.
+    """
     record_function = torch.autograd.profiler.record_function
     enter, leave = record_function.__enter__, record_function.__exit__
 
     @functools.wraps(enter)
     def push(self: Any) -> Any:
         machine = machines.current()
-        if machine is None:
-            return enter(self)  # type: ignore[no-untyped-call]
-        machine.push_range(self.name)
-        return self
+        if machine is not None:
+            machine.push_range(self.name)
+        return enter(self) if enters or machine is None else self  # type: ignore[no-untyped-call]
 
     @functools.wraps(leave)
     def pop(self: Any, *exc: Any) -> Any:
         machine = machines.current()
-        if machine is None:
-            return leave(self, *exc)
-        machine.pop_range()
-        return None
+        if machine is not None:
+            machine.pop_range()
+        return leave(self, *exc) if enters or machine is None else None
 
     undo.replace(record_function, "__enter__", push)
     undo.replace(record_function, "__exit__", pop)
-    undo.replace(torch.cuda.nvtx, "range_push", _push_nvtx)
-    undo.replace(torch.cuda.nvtx, "range_pop", _pop_nvtx)
-    undo.replace(torch.cuda.nvtx, "mark", lambda _: None)
 
 
 def _push_nvtx(msg: str) -> int:

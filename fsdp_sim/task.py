@@ -78,3 +78,12 @@ class RankLocal(threading.local):
     """What belongs to the thread of a rank: the rank, or None on any other thread."""
 
     rank: object | None = None
+
+    @classmethod
+    def set_everywhere(cls, rank: object | None) -> None:
+        """Let every thread of the process that is no rank's be of ``rank``."""
+        cls.rank = rank
+
+    def forget(self) -> None:
+        """Let this thread be as every other one that is no rank's."""
+        self.__dict__.pop("rank", None)
