@@ -21,6 +21,7 @@ CORE_NAMES = {
 }
 SIM_NAMES = {
     *("simulate", "explore", "Exploration", "sometimes", "replay", "Report", "Trace", "Finding"),
+    *("record", "Recording"),
     *("Race", "UseAfterFree", "CollectiveMismatch", "Deadlock", "NotAtRest", "ParityError"),
     *("CaptureUnsafe", "Leak", "UnusedPrefetch", "PossibleDeadlock"),
     *("StepLimit", "CannotRunAhead", "Nondeterminism", "Diverged", "HandoverTimeout"),
