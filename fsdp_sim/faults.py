@@ -3,8 +3,9 @@
 A fault is written ``action:site@key=value,...``: ``crash:issue@rank=1,at=3`` ends rank 1 before its third
 collective.  Without ``at`` or ``above`` the schedule decides at each visit whether it happens, once.
 
-A runtime may have sites of its own: ``SITE = faults.site("my.site")`` once, and where it matters
-``if SITE.is_armed: SITE.visit()``.  Unless a run names the site this costs one test of a flag.
+A runtime may have sites of its own, in two phases: ``SITE = faults.site("my.site")`` once, and where it
+matters ``if SITE.is_armed: SITE.visit()``.  A run that names the site arms it; at each visit the fault may
+then fire.  Unless a run names the site this costs one test of a flag, in and out of the simulator.
 """
 
 import os
@@ -122,7 +123,14 @@ class Faults:
         delayed: ranks that step aside until nobody else can run.
     """
 
-    def __init__(self, rules: Sequence[Rule], choose_yes: Callable[[str, int], bool]) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], world_size: int, choose_yes: Callable[[str, int], bool]
+    ) -> None:
+        for rule in rules:
+            if rule.rank is not None and rule.rank >= world_size:
+                raise ConfigError(
+                    f"a fault's rank must be below the world size {world_size}, got '{rule}'"
+                )
         self.rules = rules
         self.fired = dict.fromkeys(rules, 0)
         self.delayed: list[Rank] = []
@@ -132,15 +140,29 @@ class Faults:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """Arm the sites that runtimes have made and this run names."""
-        named = [_SITES[rule.site] for rule in self.rules if rule.site in _SITES]
-        for each in named:
-            each.is_armed = True
+        """Arm the sites that runtimes have made, or make in the body, and this run names.
+
+        Raises:
+            ConfigError: at the end, for a site that is named and that nobody has made.
+        """
+        _ARMED.update({rule.site: rule for rule in self.rules if rule.site not in ACTIONS})
+        for each in _SITES.values():
+            each.is_armed = each.name in _ARMED
         try:
             yield
+            self._demand_sites()
         finally:
-            for each in named:
+            _ARMED.clear()
+            for each in _SITES.values():
                 each.is_armed = False
+
+    def _demand_sites(self) -> None:
+        for name, rule in _ARMED.items():
+            if name not in _SITES:
+                raise ConfigError(
+                    f"a fault's site must be one of {', '.join(ACTIONS)}, or made by faults.site in the"
+                    f" program, got {name!r} in '{rule}'"
+                )
 
     def visit(self, rank: "Rank", site: str, name: str = "", nbytes: int = 0) -> str | None:
         """A rank is at a site: crash, hang, delay or fail here; return any other verdict."""
@@ -229,17 +251,23 @@ class Site:
 
 
 _SITES: dict[str, Site] = {}
+_ARMED: dict[str, Rule] = {}
+"""The sites that the world that runs has named, each by one of its rules."""
 
 
 def site(name: str) -> Site:
-    """Return the site of that name; made at import, once for all runs.
+    """Return the site of that name, made once for all runs.
 
     Raises:
         ConfigError: the simulator itself has a site of that name.
     """
     if name in ACTIONS:
         raise ConfigError(f"a site must not be called as one of {', '.join(ACTIONS)}, got {name!r}")
-    return _SITES.setdefault(name, Site(name))
+    made = _SITES.get(name)
+    if made is None:
+        made = _SITES[name] = Site(name)
+        made.is_armed = name in _ARMED
+    return made
 
 
 # ---------------------------------------------------------------------- effects

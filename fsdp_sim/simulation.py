@@ -111,7 +111,8 @@ class Simulation:
             step_limit=settings.step_limit,
         )
         rules = self.knobs.faults
-        self.faults = Faults(rules, self.world.choose_yes) if rules else None
+        count = settings.world_size
+        self.faults = Faults(rules, count, self.world.choose_yes) if rules else None
         if self.knobs.collect:
             self.world.before_switch = self._decide_collection
 
@@ -260,6 +261,8 @@ class Simulation:
     def _report(self) -> Report:
         world = self.world
         schedule = self.recorder.schedule(self.settings.world_size, self.settings.knobs)
+        fired = {} if self.faults is None else self.faults.fired
+        faults = {str(rule): count for rule, count in fired.items()}
         report = Report(
             results=[rank.result for rank in world.ranks],
             schedule=str(schedule),
@@ -268,10 +271,8 @@ class Simulation:
             notices=tuple(f for f in self.analysis.findings if f.is_notice),
             decisions=world.step,
             errors={rank.index: rank.error for rank in world.ranks if rank.error is not None},
-            faults={str(rule): count for rule, count in self.faults.fired.items()}
-            if self.faults is not None
-            else {},
-            probes=self.probes,
+            faults=faults,
+            probes={**self.probes, **{f"fault {rule}": n > 0 for rule, n in faults.items()}},
         )
         self.trace.schedule = schedule
         return report

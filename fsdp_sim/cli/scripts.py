@@ -24,6 +24,13 @@ ranks_option = click.option(
 as_option = click.option(
     "--as", "device", type=click.Choice(["cuda"]), help="the script says cuda and nccl"
 )
+fault_option = click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="FAULT",
+    help="what is to go wrong, such as 'crash:issue@rank=1,at=3'",
+)
 trace_option = click.option("--trace", type=OUTPUT, help="write all operations here")
 timeline_option = click.option("--timeline", type=OUTPUT, help="write a timeline for Perfetto here")
 script_argument = click.argument("script", type=click.Path(exists=True, dir_okay=False))
@@ -33,6 +40,7 @@ rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.command(context_settings=SCRIPT_FIRST)
 @ranks_option
 @as_option
+@fault_option
 @click.option("--scheduler", default="program_order", show_default=True, help="who runs next")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the scheduler")
 @trace_option
@@ -60,6 +68,7 @@ def run(
 @click.command(context_settings=SCRIPT_FIRST)
 @ranks_option
 @as_option
+@fault_option
 @click.option("--schedules", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option(
     "--scheduler",

@@ -289,6 +289,45 @@ def test_a_runtime_may_have_sites_of_its_own() -> None:
     assert recover(0) == "fine"
 
 
+def test_a_site_that_is_made_during_a_run_is_armed_in_it() -> None:
+    """A script makes its sites when it is run; they are disarmed with the others."""
+    made: list[faults.Site] = []
+
+    def program(rank: int) -> None:
+        made.append(faults.site("tests.late"))
+        if made[-1].is_armed:
+            made[-1].visit()
+
+    with pytest.raises(InjectedFault, match=r"^tests\.late failed on rank 0"):
+        fsdp_sim.simulate(program, 1, faults=["fail:tests.late@at=1"])
+    assert not made[0].is_armed
+
+
+def test_a_fault_at_a_site_that_nobody_has_made_is_refused() -> None:
+    """A misspelled name must not look like a fault that was survived."""
+    message = (
+        r"a fault's site must be one of issue, alloc, store, write, or made by faults\.site in the "
+        r"program, got 'tests\.recovry' in 'fail:tests\.recovry@at=1'"
+    )
+    with pytest.raises(fsdp_sim.ConfigError, match=f"^{message}$"):
+        fsdp_sim.simulate(recover, 2, faults=["fail:tests.recovry@at=1"])
+
+
+def test_a_fault_on_a_rank_that_is_not_there_is_refused() -> None:
+    """It would never come up."""
+    message = r"a fault's rank must be below the world size 2, got 'crash:issue@rank=2,at=1'"
+    with pytest.raises(fsdp_sim.ConfigError, match=f"^{message}$"):
+        fsdp_sim.simulate(recover, 2, faults=["crash:issue@rank=2,at=1"])
+
+
+def test_a_fault_that_never_came_up_was_never_exercised() -> None:
+    """A search says so, as of a probe."""
+    rules = ("delay:tests.recovery@at=1", "delay:tests.recovery@at=2")
+    search = fsdp_sim.explore(recover, 2, schedules=3, faults=rules)
+
+    assert search.statistics.never == (f"fault {rules[1]}",)
+
+
 def test_a_site_may_not_be_called_as_one_of_the_simulators() -> None:
     """Its own sites have their own meaning."""
     with pytest.raises(fsdp_sim.ConfigError, match=r"^a site must not be called as one of issue"):

@@ -144,6 +144,15 @@ def recorded(folder: Path, text: str) -> str:
     return str(path)
 
 
+def test_a_fault_can_be_asked_for(tmp_path: Path) -> None:
+    """The line that replays the run holds it."""
+    fault = "crash:issue@rank=1,at=1"
+    result = invoke("run", "--ranks", "2", "--fault", fault, script(tmp_path, CLEAN))
+
+    assert result.exit_code == 1
+    assert f"'v1;w2;{fault}'" in result.stderr
+
+
 def test_run_writes_a_timeline(tmp_path: Path) -> None:
     """The file is where the command was told to put it."""
     timeline = tmp_path / "timeline.json"
