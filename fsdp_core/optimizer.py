@@ -119,6 +119,13 @@ def _check_class(optimizer: object, *, elementwise: bool | None) -> None:
     if hasattr(optimizer, "fsdp_step"):
         msg = f"an optimizer is made sharded once, got a {name} that is already"
         raise ConfigError(msg)
+    if "step" in vars(optimizer):
+        msg = (
+            f"an optimizer is made sharded before others change its step, got a {name} whose step "
+            f"was replaced (by a learning-rate scheduler, say), which would go past the shards; call "
+            f"fully_shard_optimizer first"
+        )
+        raise ConfigError(msg)
     if name in _REFUSED:
         msg = f"an optimizer of shards must update each element by itself, got {name}: "
         raise UnsupportedError(msg + _REFUSED[name])

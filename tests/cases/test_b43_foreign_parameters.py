@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import fsdp_core
 import fsdp_sim
@@ -109,3 +110,23 @@ def test_an_optimizer_built_after_sharding_moves_the_weights(
     for output, rows in fsdp_sim.simulate(program, 2).results:
         assert output == 0
         assert rows.tolist() == [[0.0]]
+
+
+def test_an_optimizer_whose_step_was_replaced_is_not_made_sharded() -> None:
+    """A scheduler that was built before would call the step of whole tensors, past the shards."""
+
+    def program(rank: int) -> str:
+        model = build()
+        shard(model, "0", "")
+        optimizer = sgd(model)
+        LambdaLR(optimizer, lambda _step: 1.0)
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.fully_shard_optimizer(optimizer)
+        return str(caught.value)
+
+    message = (
+        "an optimizer is made sharded before others change its step, got a SGD whose step was "
+        "replaced (by a learning-rate scheduler, say), which would go past the shards; call "
+        "fully_shard_optimizer first"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message, message]
