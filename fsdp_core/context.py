@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +29,9 @@ from fsdp_core.torch_private import current_graph_task, in_graph_task, queue_bac
 
 # Events that the message about a diverging pass repeats.
 LAST_EVENTS = 4
+
+
+Error = TypeVar("Error", bound=Exception)
 
 
 class PrefetchOrder(Enum):
@@ -806,7 +809,7 @@ class FsdpContext:
 
     # -- errors and recovery -----------------------------------------------------------------
 
-    def located(self, error: StateError) -> StateError:
+    def located(self, error: Error) -> Error:
         """Say in a note on which rank and in which step something went wrong."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         window = "" if self.is_last_microbatch else ", not in the last microbatch of its window"

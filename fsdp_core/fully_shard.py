@@ -27,6 +27,7 @@ from fsdp_core.meta import own_modules, real_parameters
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.module import FsdpModule, ShardedUnit
 from fsdp_core.parameter_group import (
+    DELAYED_HOOK,
     GroupSpec,
     Member,
     ParameterGroup,
@@ -174,6 +175,7 @@ def fully_shard(
     _check_expectations(members, policy)
     if members and policy.register_hooks:
         _check_forwards(modules)
+    classes = [_sharded_class(type(each)) for each in modules]
     spec = GroupSpec(
         axes=axes,
         placements=placements,
@@ -192,8 +194,8 @@ def fully_shard(
         parameter.data = parameter.data.to(context.device)
         mark_whole(parameter)
     unit = ShardedUnit(modules, axes, groups, context, policy)
-    for each in modules:
-        each.__class__ = _sharded_class(type(each))
+    for each, cls in zip(modules, classes, strict=True):
+        each.__class__ = cls
         assert isinstance(each, FsdpModule)
         each.fsdp_unit = unit
     install_hooks(unit, modules)
@@ -327,6 +329,12 @@ def _check_expectations(members: Sequence[Member], policy: SchedulePolicy) -> No
                 f"{[slot.fqn for slot in member.slots]}; untie them, or do not delay"
             )
             raise ConfigError(msg, fqn=member.fqn)
+        if member.is_delayed and not hasattr(member.slots[0].owner(), DELAYED_HOOK):
+            msg = (
+                f"a module with a delayed gradient must have {DELAYED_HOOK}, got a "
+                f"{type(member.slots[0].owner()).__name__} without it; add it, or do not delay"
+            )
+            raise ConfigError(msg, fqn=member.fqn)
 
 
 def _stays_whole(parameter: nn.Parameter) -> bool:
@@ -383,10 +391,21 @@ _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `cls` that is a unit; one for each class, made once."""
+    """Return the subclass of `cls` that is a unit; one for each class, made once.
+
+    Raises:
+        ConfigTypeError: the class cannot have a subclass.
+    """
     sharded = _sharded_classes.get(cls)
     if sharded is None:
         names = {"__module__": cls.__module__, **guarded_methods(cls)}
-        sharded = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), names)
+        try:
+            sharded = type(f"Fsdp{cls.__name__}", (FsdpModule, cls), names)
+        except TypeError as error:
+            msg = (
+                f"fully_shard makes a subclass of a module's class, got {cls.__name__}, which cannot "
+                f"have one without more ado: {error}; give its __init_subclass__ defaults"
+            )
+            raise ConfigTypeError(msg) from error
         _sharded_classes[cls] = sharded
     return sharded

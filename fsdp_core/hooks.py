@@ -1,5 +1,6 @@
 """Module and autograd hooks: they call the verbs of `module.py`, and decide nothing."""
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -12,12 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
-from fsdp_core.parameter_group import living_group, owner_of
+from fsdp_core.parameter_group import DELAYED_HOOK, living_group, owner_of
 from fsdp_core.torch_private import (
     accumulation_of,
     base_of,
     is_assigning_load,
     is_made_since,
+    local_tensor,
     never_compiled,
 )
 from fsdp_core.uneven import loss_of_shards
@@ -30,6 +32,9 @@ _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, M
 
 # What PyTorch's error says when an operator gets a shard and a whole tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
+
+# On such an error: a note says what it means.
+_EXPLAINED = "_fsdp_core_explained"
 
 # On an output tensor: its node, and the calls that backward enters through it, outer ones first.
 _USES = "_fsdp_core_uses"
@@ -59,7 +64,7 @@ def _watch_gradient(unit: ShardedUnit, index: int) -> None:
     hook = partial(_after_gradient, unit.ref, index)
     if member.is_delayed:
         owner: Any = member.slots[0].owner()
-        owner.register_wgrad_accumulation_and_reduce_hooks(partial(hook, member.full))
+        getattr(owner, DELAYED_HOOK)(partial(hook, member.full))
     else:
         member.full.register_post_accumulate_grad_hook(hook)
     # The node is kept: PyTorch makes another one, without the hook, where nobody holds it.
@@ -76,12 +81,25 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
 def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
     use = unit_of(module).post_forward(module)
     if use is None:
+        _explain_mixed(module, sys.exception())
         return
     made = (_made_by(tensor, use.first_node) for tensor in tensors_of(output))
     entries = list(dict.fromkeys(tensor for tensor in made if tensor is not None))
     for tensor in entries:
         _enter_through(tensor, use)
     unit_of(module).end_with(use, entries)
+
+
+def _explain_mixed(module: nn.Module, error: BaseException | None) -> None:
+    """Say in a note what PyTorch's error about shards means, where a forward raised it."""
+    if error is None or _MIXED not in str(error) or hasattr(error, _EXPLAINED):
+        return
+    setattr(error, _EXPLAINED, True)
+    error.add_note(
+        f"the forward of unit {unit_of(module).name!r} must use full weights, got sharded ones: those "
+        f"of another unit, which has them full in its own forward alone; shard both modules in one "
+        f"call, fully_shard([first, second], ...), or call the other one"
+    )
 
 
 def _made_by(tensor: Tensor, first_node: int) -> Tensor | None:
@@ -136,19 +154,45 @@ def _after_gradient(unit: "weakref.ref[ShardedUnit]", index: int, _parameter: Te
 @never_compiled
 def _before_accumulation(unit: "weakref.ref[ShardedUnit]", fqn: str, _grads: Any) -> None:
     living = unit()
-    raise loss_of_shards(fqn, "" if living is None else living.name)
+    if living is None:
+        raise loss_of_shards(fqn)
+    raise living.context.located(loss_of_shards(fqn, living.name))
 
 
 def _before_load(
-    module: nn.Module, _state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
+    unit = unit_of(module)
     if is_assigning_load(local_metadata):
         msg = (
-            f"load_state_dict must copy into the parameters of a unit, got assign=True for "
-            f"{prefix.rstrip('.') or type(module).__name__!r}; use assign=False"
+            f"load_state_dict must copy into the parameters of a unit, got assign=True for unit "
+            f"{unit.name!r}; use assign=False"
         )
-        raise StateError(msg, fqn=prefix.rstrip("."))
-    unit_of(module).require_sharded("loading a state dict")
+        raise unit.context.located(StateError(msg, fqn=unit.fqn))
+    unit.require_sharded("loading a state dict")
+    for name, parameter in module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+        value = state_dict.get(name)
+        if isinstance(parameter, DTensor) and owner_of(parameter) and isinstance(value, Tensor):
+            problem = _problem_of(name, value, parameter)
+            if problem:
+                raise unit.context.located(StateError(problem, fqn=name))
+
+
+def _problem_of(name: str, value: Tensor, parameter: DTensor) -> str | None:
+    """Return what is wrong with an entry of a state dict for a sharded parameter."""
+    mine = local_tensor(parameter)
+    if not isinstance(value, DTensor):
+        return (
+            f"load_state_dict must be given sharded entries, got a whole one for {name!r}; use "
+            f"fsdp_core.checkpoint.load_full_state_dict"
+        )
+    if value.shape == parameter.shape and local_tensor(value).shape != mine.shape:
+        return (
+            f"load_state_dict must be given the rows that the unit holds, {tuple(mine.shape)} of "
+            f"{name!r} on this rank, got {tuple(local_tensor(value).shape)}; use "
+            f"fsdp_core.checkpoint.load_full_state_dict, or load_checkpoint"
+        )
+    return None
 
 
 def _before_save(module: nn.Module, *_: Any) -> None:
@@ -234,7 +278,7 @@ def _guarded(method: Any) -> Any:
                 f"{type(self).__name__}.{method.__name__} of unit {unit.name!r}; call "
                 f"register_forward_method(module, {method.__name__!r}) once"
             )
-            raise StateError(msg, fqn=unit.fqn) from error
+            raise unit.context.located(StateError(msg, fqn=unit.fqn)) from error
 
     return guarded
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ConfigError
-from fsdp_core.torch_private import buffers_of, parameters_of
+from fsdp_core.torch_private import buffers_of, forget_weak_references, parameters_of
 
 Reset = Callable[[], Any]
 
@@ -107,6 +107,7 @@ def _reset_of(module: nn.Module, prefix: str) -> Reset:
 
 
 def _make_real(module: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:
+    forget_weak_references(module)
     for parameter in parameters_of(module).values():
         if parameter is not None and parameter.is_meta:
             meta = torch.empty_like(parameter)

@@ -24,6 +24,7 @@ from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import (
     current_graph_task,
+    flat_weights_of,
     has_reentrant_checkpoint,
     in_graph_task,
     next_node_number,
@@ -422,6 +423,7 @@ class ShardedUnit:
                 )
                 raise self.context.located(StateError(msg, fqn=self.fqn))
         held = [(registry, name, registry[name]) for registry, name, _, _ in self._swaps]
+        flat = [(owner, flat_weights_of(owner)) for owner in self._owners()]
         for registry, name, _ in held:
             registry[name] = None
         try:
@@ -429,6 +431,13 @@ class ShardedUnit:
         finally:
             for registry, name, parameter in held:
                 registry[name] = parameter
+            for owner, weights in flat:
+                vars(owner).update(weights)
+
+    def _owners(self) -> list[nn.Module]:
+        """Return the modules that hold the unit's parameters, each once."""
+        owners = [slot.owner() for member in self.members for slot in member.slots]
+        return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
     # -- driven by hand ----------------------------------------------------------------------
 
@@ -676,7 +685,7 @@ class ShardedUnit:
                 f"create_graph=True: its weights are freed before a second backward could read "
                 f"them; use a parameter placement of Replicate(), which keeps them"
             )
-            raise StateError(msg, fqn=self.fqn)
+            raise self.context.located(StateError(msg, fqn=self.fqn))
         if self._is_stale:
             msg = (
                 f"a backward must find the weights that its forward used, got unit {self.name!r} "
@@ -850,15 +859,24 @@ class ShardedUnit:
 
         Ordering:
             Runs on the current stream, which must be behind the inner reductions.
+
+        Raises:
+            StateError: a gradient has other rows than the one that it replaces.
         """
-        outer = self.context.outer_reduction_stream
+        context = self.context
         for group in groups:
             foreign = group.foreign_gradients()
             if foreign:
                 # Edge 7: the outer reduction may have written what they take the place of.
-                accelerator.wait_stream(self.context.current_stream(), outer)
-                with torch.no_grad():
-                    group.adopt_gradients(foreign)
+                accelerator.wait_stream(context.current_stream(), context.outer_reduction_stream)
+            for index in foreign:
+                if not group.adopt_gradient(index):
+                    fqn = group.members[index].fqn
+                    msg = (
+                        f"a gradient must have the rows of the one that it replaces, got other ones "
+                        f"for {fqn!r} of unit {self.name!r}; compute it from that one"
+                    )
+                    raise context.located(StateError(msg, fqn=self._full_name(fqn)))
 
     def _finish_groups(self) -> None:
         context = self.context
@@ -975,11 +993,14 @@ class ShardedUnit:
                 for hook in post_accumulate_hooks(sharded):
                     hook(sharded)
 
+    def _full_name(self, fqn: str) -> str:
+        """Return the name of a parameter relative to the unit's root."""
+        return f"{self.fqn}.{fqn}" if self.fqn else fqn
+
     def parameters_without_grad(self) -> list[str]:
         """Return the names of trainable parameters without a sharded gradient."""
-        prefix = f"{self.fqn}." if self.fqn else ""
         return [
-            prefix + member.fqn
+            self._full_name(member.fqn)
             for member in self.members
             if member.sharded.requires_grad and member.sharded.grad is None
         ]

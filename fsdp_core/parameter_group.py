@@ -9,6 +9,7 @@ module's original `Parameter`, a view of the gathered buffer, which autograd see
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,9 @@ from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_l
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
 from fsdp_core.torch_private import local_tensor, version_of, wrap_instead
+
+DELAYED_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
+"""The method by which a module tells that it has put a delayed gradient in place."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ class ParameterGroup:
         for key, value in vars(member.full).items():
             setattr(member.sharded, key, value)
         mark_owner(member.sharded, self, member.fqn)
-        member.sharded.register_hook = _refuse_hook  # type: ignore[method-assign]
+        member.sharded.register_hook = partial(_refuse_hook, member.fqn)  # type: ignore[method-assign]
 
     def _point_to_buffer(self, index: int, member: Member) -> None:
         view = self.full_weight.get_tensor_view(index)
@@ -388,30 +392,24 @@ class ParameterGroup:
             and not (window and grad is window[index])
         ]
 
-    def adopt_gradients(self, indices: Iterable[int]) -> None:
-        """Copy foreign gradients into the group's, so that the next reduction adds to them.
+    def adopt_gradient(self, index: int) -> bool:
+        """Copy a foreign gradient into the group's, so that the next reduction adds to it.
 
         Ordering:
             Runs on the current stream, which must be behind all reductions of the group.
 
-        Raises:
-            StateError: one has other rows than the group's.
+        Returns:
+            Whether it could: it must have the rows of the group's.
         """
         buffer = self._main_grad if self._awaits_finish else self._final_grad
         assert buffer is not None
-        for index in indices:
-            grad = self.members[index].sharded.grad
-            local = local_tensor(grad) if isinstance(grad, DTensor) else grad
-            view = buffer.get_tensor_view(index)
-            if local is None or local.shape != view.shape:
-                fqn = self.members[index].fqn
-                msg = (
-                    f"a gradient must have the rows of the one that it replaces, {tuple(view.shape)} "
-                    f"of parameter {fqn!r} on this rank, got {grad!r}; compute it from that one"
-                )
-                raise StateError(msg, fqn=fqn)
-            view.copy_(local)
+        grad, view = self.members[index].sharded.grad, buffer.get_tensor_view(index)
+        if not isinstance(grad, DTensor) or local_tensor(grad).shape != view.shape:
+            return False
+        with torch.no_grad():
+            view.copy_(local_tensor(grad))
         self._grad_is_final = not self._awaits_finish
+        return True
 
     def reduce(self) -> None:
         """Reduce the partial buffer and add it to the window's gradients, on the current stream.
@@ -535,17 +533,17 @@ class ParameterGroup:
         self._awaits_finish = False
 
 
-def _refuse_hook(_hook: object) -> NoReturn:
+def _refuse_hook(fqn: str, _hook: object) -> NoReturn:
     """Refuse a hook of a sharded parameter that autograd would never call.
 
     Raises:
         StateError: always.
     """
     msg = (
-        "register_hook on a sharded parameter would never be called: its gradient is reduced, not "
-        "accumulated; use register_post_accumulate_grad_hook"
+        f"register_hook on the sharded parameter {fqn!r} would never be called: its gradient is "
+        f"reduced, not accumulated; use register_post_accumulate_grad_hook"
     )
-    raise StateError(msg)
+    raise StateError(msg, fqn=fqn)
 
 
 def _build_layout(members: Sequence[Member], spec: GroupSpec) -> GlobalLayout:

@@ -106,6 +106,22 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def flat_weights_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes in which a recurrent module lists its parameters a second time."""
+    held = vars(module)
+    return {name: held[name] for name in ("_flat_weights", "_flat_weight_refs") if name in held}
+
+
+def forget_weak_references(module: nn.Module) -> None:
+    """Have a recurrent module forget its weak references to its parameters.
+
+    Why: a tensor with weak references takes no other contents.
+    """
+    references = vars(module).get("_flat_weight_refs")
+    if references is not None:
+        vars(module)["_flat_weight_refs"] = [None] * len(references)
+
+
 def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """Return what users registered with `register_post_accumulate_grad_hook`, in order."""
     hooks = tensor._post_accumulate_grad_hooks

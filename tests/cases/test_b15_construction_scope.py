@@ -130,3 +130,26 @@ def test_a_container_that_nobody_calls_is_refused_by_its_class() -> None:
     for message in fsdp_sim.simulate(program, 2).results:
         assert "needs a forward that gathers them, got a ModuleList" in message
         assert "fully_shard([first, second], ...)" in message
+
+
+class Registered(nn.Linear):
+    """A class whose subclasses must say something."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        """Take a key."""
+
+
+def test_a_class_that_cannot_have_a_plain_subclass_is_refused_before_anything_changes() -> None:
+    """A unit's class is one; the parameters are where they were."""
+
+    def program(rank: int) -> tuple[str, bool]:
+        model = nn.Sequential(Registered(2, 2))
+        before = model[0].weight
+        with pytest.raises(ConfigError) as caught:
+            shard(model, "0")
+        return str(caught.value), model[0].weight is before
+
+    for message, is_untouched in fsdp_sim.simulate(program, 2).results:
+        assert "got Registered, which cannot have one" in message
+        assert "'key'" in message
+        assert is_untouched

@@ -1,6 +1,7 @@
 """B16: `module.weight` is one of two objects, by the state of its unit."""
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -62,3 +63,28 @@ def test_there_are_two_objects_ever_of_one_shape_and_under_one_name(reshard: boo
         assert identities["sharded"] != identities["full"]
         assert {shape for _, shape, _, _ in seen} == {(4, 2)}
         assert all(names == ["weight"] for _, _, _, names in seen)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_lists_its_weights_a_second_time_uses_the_full_ones(device: str) -> None:
+    """Recurrent modules do, also behind a conversion of the model that changes nothing."""
+
+    def build(device: str) -> nn.LSTM:
+        torch.manual_seed(0)
+        return nn.LSTM(2, 2, device=device)
+
+    def program(rank: int) -> list[torch.Tensor]:
+        module = build(device)
+        torch.manual_seed(0)
+        shard(module, "")
+        outputs = []
+        for _ in range(2):
+            y = module(batch(rank))[0]
+            y.sum().backward()
+            outputs.append(y.detach())
+            module.to("cpu").float()
+        return outputs
+
+    for rank, outputs in enumerate(fsdp_sim.simulate(program, 2).results):
+        expected = build("cpu")(batch(rank))[0]
+        assert all(torch.equal(each, expected) for each in outputs)

@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_sim
 from fsdp_core import StateError
-from tests.cases.programs import Row, assert_resting, batch, fill, shard, sharded_parameters
+from tests.cases.programs import (
+    Row,
+    assert_equal,
+    assert_resting,
+    batch,
+    fill,
+    linear,
+    local_rows,
+    shard,
+    sharded_parameters,
+)
 
 
 def twos(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -37,14 +48,12 @@ def test_it_raises_before_anything_is_replaced(root: str) -> None:
         assert torch.equal(output, expected)
         return str(caught.value)
 
-    name = "Row" if root == "whole" else "a"
+    unit = {"whole": "<root>", "container": "<root> (root 0)"}[root]
     message = (
-        f"load_state_dict must copy into the parameters of a unit, got assign=True for "
-        f"{'FsdpRow' if root == 'whole' else name!r}"
+        f"load_state_dict must copy into the parameters of a unit, got assign=True for unit "
+        f"{unit!r}; use assign=False"
     )
-    for result in fsdp_sim.simulate(program, 2).results:
-        assert message.split(" for ")[0] in result
-        assert "use assign=False" in result
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
 
 
 def assign(model: nn.Module, _state: dict[str, torch.Tensor], rank: int) -> None:
@@ -93,6 +102,52 @@ def test_a_model_that_was_called_functionally_is_as_it_was() -> None:
 
     for rank, output in enumerate(fsdp_sim.simulate(program, 2).results):
         assert torch.equal(output, fill(Row("a", "b"))(batch(rank)))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What an unsharded model saves."""
+    return {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+
+
+def evenly(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What PyTorch's own sharding makes of it."""
+    entries: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        entries[name] = distribute_tensor(torch.ones(value.shape), value.device_mesh, [Shard(0)])
+    return entries
+
+
+WHOLE = (
+    "load_state_dict must be given sharded entries, got a whole one for 'a.weight'; use "
+    "fsdp_core.checkpoint.load_full_state_dict"
+)
+OTHER_ROWS = (
+    "load_state_dict must be given the rows that the unit holds, {} of 'b.weight' on this rank, got "
+    "(1, 1); use fsdp_core.checkpoint.load_full_state_dict, or load_checkpoint"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "messages"),
+    [(whole, [WHOLE, WHOLE]), (evenly, [OTHER_ROWS.format((0, 1)), OTHER_ROWS.format((2, 1))])],
+)
+def test_entries_of_other_rows_are_refused_before_anything_is_loaded(
+    make: Callable[[nn.Module], dict[str, torch.Tensor]], messages: list[str]
+) -> None:
+    """One row would be copied to two without a word; the message names what loads whole entries."""
+
+    def program(rank: int) -> str:
+        model = fill(Row(a=linear(1, 2), b=linear(2, 1)))
+        shard(model, ("a", "b"))
+        state = make(model)
+        before = local_rows(model)
+        with pytest.raises(StateError) as caught:
+            model.load_state_dict(state)
+        assert_equal(local_rows(model), before)
+        return str(caught.value)
+
+    assert fsdp_sim.simulate(program, 2).results == messages
 
 
 def _folded(x: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,46 @@ def test_an_unregistered_method_is_refused_by_name(method: str, argument: Tensor
     fsdp_sim.simulate(program, 2)
 
 
+class Borrowing(nn.Module):
+    """Uses the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply twice."""
+        y: Tensor = self.layer(x) @ self.layer.weight.T
+        return y
+
+
+def test_a_forward_that_borrows_the_weight_of_another_unit_is_told_what_to_do() -> None:
+    """PyTorch's error speaks of operators; a note says which unit is meant, and two ways out."""
+
+    def program(rank: int) -> list[str]:
+        model = nn.ModuleDict({"borrowing": Borrowing()})
+        shard(model, "borrowing.layer", "borrowing", "")
+        with pytest.raises(RuntimeError, match="mixed") as caught:
+            model["borrowing"](batch(rank))
+        return caught.value.__notes__
+
+    note = (
+        "the forward of unit 'borrowing' must use full weights, got sharded ones: those of another "
+        "unit, which has them full in its own forward alone; shard both modules in one call, "
+        "fully_shard([first, second], ...), or call the other one"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [[note]] * 2
+
+
+def test_borrowing_inside_one_unit_of_both_has_parity() -> None:
+    """As the note says."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number)), rank).backward()
+
+    check_parity(Training(lambda: fill(Borrowing()), step, (("", "layer"),), steps=2))
+
+
 def of_the_shards(parameter: Any) -> Tensor:
     """A term of the loss from a sharded parameter, by DTensor's own operators."""
     return (parameter * parameter).sum().full_tensor()

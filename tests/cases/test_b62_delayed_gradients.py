@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import FsdpModule, Phase, RuntimePolicy, StateError
+from fsdp_core import ConfigError, FsdpModule, Phase, RuntimePolicy, StateError
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Tensors,
@@ -181,3 +181,21 @@ def test_the_late_gradient_read_without_the_wait_is_a_race() -> None:
     report = fsdp_sim.simulate(program, 2, strict=False)
 
     assert {finding.kind for finding in report.findings} == {"Race"}
+
+
+def test_a_delayed_parameter_needs_a_module_that_tells_of_its_gradient() -> None:
+    """Else the unit would wait for ever; the method's name is in the message."""
+
+    def program(rank: int) -> str:
+        layer = linear()
+        layer.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError) as caught:
+            shard(layer, "")
+        assert type(layer) is nn.Linear
+        return str(caught.value)
+
+    message = (
+        "a module with a delayed gradient must have register_wgrad_accumulation_and_reduce_hooks, "
+        "got a Linear without it; add it, or do not delay"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2

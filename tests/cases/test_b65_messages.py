@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_core
 import fsdp_sim
 from fsdp_core import FsdpContext, PrefetchOrder, SchedulePolicy, StateError, microbatch
-from tests.cases.programs import SHARDED, Row, batch, fill, loss_of, mesh_of, shard
+from tests.cases.programs import SHARDED, Row, batch, fill, linear, loss_of, mesh_of, shard
 
 PACKAGE = Path(fsdp_core.__file__).parent
 ERRORS = ("ConfigError", "ConfigTypeError", "UnsupportedError", "StateError", "StateValueError")
@@ -88,6 +89,29 @@ def test_every_error_of_state_says_what_to_do() -> None:
     ]
 
     assert passive == []
+
+
+# They are raised where there is no rank or step yet, or no unit any more.
+WITHOUT_PLACE = ("register_module", "finalize", "_before_backward")
+
+
+def unplaced(path: Path) -> Iterator[str]:
+    """Every place in a file that raises an error of state without saying on which rank and when."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef) or function.name in WITHOUT_PLACE:
+            continue
+        for node in ast.walk(function):
+            raises = isinstance(node, ast.Raise) and node.exc is not None
+            text = ast.unparse(node) if raises else ""
+            if any(f"{error}(" in text for error in STATE_ERRORS) and ".located(" not in text:
+                yield f"{path.name}:{function.name}: {text}"
+
+
+def test_every_error_of_a_unit_says_on_which_rank_and_when() -> None:
+    """pytorch#98484: wherever a context is at hand, whichever variant of a failure it is."""
+    files = [PACKAGE / name for name in ("hooks.py", "module.py", "context.py")]
+
+    assert [place for path in files for place in unplaced(path)] == []
 
 
 # ---------------------------------------------------------------------- errors of units, as raised
@@ -179,7 +203,102 @@ def copy(rank: int) -> None:
     last(model).__reduce_ex__(4)
 
 
+def load_by_assignment(rank: int) -> None:
+    """Load so that parameters would be replaced."""
+    model, _ = two_units()
+    step(model, rank)
+    last(model).load_state_dict(last(model).state_dict(prefix="layers.last."), assign=True)
+
+
+def load_whole(rank: int) -> None:
+    """Load what an unsharded model saves."""
+    model, _ = two_units()
+    step(model, rank)
+    state = model.state_dict()
+    state["layers.last.weight"] = torch.zeros(2, 2)
+    model.load_state_dict(state)
+
+
+def replace(rank: int) -> None:
+    """Assign a parameter."""
+    model, _ = two_units()
+    step(model, rank)
+    last(model).weight = nn.Parameter(torch.zeros(2, 2))
+    step(model, rank)
+
+
+def write_full(rank: int) -> None:
+    """Write gathered weights."""
+    model, _ = two_units()
+    step(model, rank)
+    last(model).unshard()
+    nn.init.zeros_(last(model).weight)
+    last(model).reshard()
+
+
+def record_backward(rank: int) -> None:
+    """A backward that is to have a backward."""
+    model, _ = two_units()
+    step(model, rank)
+    x = batch(rank).requires_grad_()
+    y = model.get_submodule("layers")(x)
+    torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def replace_gradient(rank: int) -> None:
+    """Put a gradient of other rows in the place of one."""
+    model, _ = two_units()
+    step(model, rank)
+    weight = last(model).weight
+    mesh = weight.device_mesh
+    weight.grad = distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()])
+    step(model, rank)
+
+
+def call_encode(rank: int) -> None:
+    """Enter through a method that nobody registered."""
+
+    class Encoder(nn.Linear):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    model = nn.ModuleDict({"layers": Row(first=linear(), last=Encoder(2, 2, bias=False))})
+    shard(model, "layers.first", "layers.last", "")
+    step(model, rank)
+    last(model).encode(batch(rank))
+
+
+def step_without_last(rank: int) -> None:
+    """An optimizer's step in a window that nobody ended."""
+    model, context = two_units(mesh=(1, 2))
+    step(model, rank)
+    optimizer = fsdp_core.fully_shard_optimizer(torch.optim.SGD(last(model).parameters(), lr=1.0))
+    model.zero_grad()
+    with microbatch(context, is_last=False):
+        loss_of(model.get_submodule("layers")(batch(rank)), rank).backward()
+    optimizer.step()
+
+
+def step_unreduced(rank: int) -> None:
+    """An optimizer's step on gradients that were put on full parameters by hand."""
+    model, _ = two_units()
+    step(model, rank)
+    last(model).unshard()
+    last(model).weight.grad = torch.ones(2, 2)
+    last(model).reshard()
+    torch.optim.SGD(last(model).parameters(), lr=1.0).step()
+
+
 FAILURES = [
+    load_by_assignment,
+    load_whole,
+    replace,
+    write_full,
+    record_backward,
+    replace_gradient,
+    call_encode,
+    step_without_last,
+    step_unreduced,
     reshard_inside,
     load_inside,
     enter_twice,
@@ -201,9 +320,10 @@ def test_an_error_of_a_unit_names_it_and_says_on_which_rank_in_which_step(
         with pytest.raises(StateError) as caught:
             fail(rank)
         error = caught.value
-        assert error.fqn == "layers.last"
+        assert error.fqn is not None
+        assert error.fqn.removesuffix(".weight") == "layers.last"
         assert "layers.last" in str(error) or fail is copy
-        assert any(f"on rank {rank}, in step 1" in note for note in error.__notes__)
+        assert any(f"on rank {rank}, in step " in note for note in error.__notes__)
         assert "; " in str(error)
 
     report = fsdp_sim.simulate(program, 2, strict=False, checkers=["collective_match"])
