@@ -722,7 +722,7 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
-def _isolate_threads(isolate: bool) -> None:  # noqa: FBT001  positional in C++
+def isolate_threads(*, isolate: bool) -> None:
     """Give each thread a registry of groups of its own, or one to all."""
     getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")(isolate)  # noqa: B009  untyped
 
@@ -735,8 +735,8 @@ collect_garbage = gc.collect
 def process_wide() -> Iterator[Patches]:
     """Hold the process-wide switches of a world, and undo every replacement at its end."""
     patches = Patches()
-    _isolate_threads(True)  # noqa: FBT003
-    patches.on_exit(lambda: _isolate_threads(False))  # noqa: FBT003
+    isolate_threads(isolate=True)
+    patches.on_exit(lambda: isolate_threads(isolate=False))
     if gc.isenabled():
         gc.disable()
         patches.on_exit(gc.enable)
