@@ -72,6 +72,7 @@ class Operator:
         writes: for each positional argument, whether it is written; None where it holds no tensor.
         writes_by_name: the same for arguments given by keyword.
         handle: what the mode does with a call.
+        run: runs it.
         returns_new: some of its results may be on new memory.
         needs_memory: it looks at more of its arguments than their shape and type.
         waits_first: it waits for its stream, which covers the values that it needs.
@@ -82,6 +83,7 @@ class Operator:
     writes: tuple[bool | None, ...]
     writes_by_name: dict[str, bool | None]
     handle: Handler
+    run: Callable[..., Any]
     returns_new: bool = True
     needs_memory: bool = True
     waits_first: bool = False
@@ -163,7 +165,7 @@ def is_made_of_others(func: Any) -> bool:
 def classify(func: Any) -> Operator:
     """Return what is known of an operator."""
     if patches.is_higher_order(func):
-        return Operator(func.name(), (), {}, _run_higher_order)
+        return Operator(func.name(), (), {}, _run_higher_order, func)
     schema = patches.schema_of(func)
     hidden = HIDDEN_WRITES.get(schema.name, ())
     writes = {name: True if name in hidden else write for name, write in schema.writes.items()}
@@ -173,6 +175,7 @@ def classify(func: Any) -> Operator:
         tuple(writes.values()),
         writes,
         handle,
+        patches.runner_of(func),
         returns_new=schema.returns_new,
         needs_memory=schema.name not in NEEDS_NO_MEMORY,
         waits_first=handle in (_run_host_read, _run_sized_by_values),
@@ -201,7 +204,7 @@ def _handler_of(func: Any, schema: patches.Schema, writes: dict[str, bool | None
 
 
 def _run_untouched(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+    return operator.run(*args, **kwargs)
 
 
 def _run_parts(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
@@ -326,13 +329,12 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
             machine.memory, args, operator.writes, kwargs
         ):
             accesses, records = read_arguments(machine, operator, args, kwargs)
-    return run_on_stream(machine, operator, func, args, kwargs, accesses, records)
+    return run_on_stream(machine, operator, args, kwargs, accesses, records)
 
 
 def run_on_stream(
     machine: Machine,
     operator: Operator,
-    func: Any,
     args: Any,
     kwargs: Any,
     accesses: list[Access],
@@ -342,7 +344,7 @@ def run_on_stream(
 
     ``accesses`` and ``records`` are those of its arguments; those of its results are added.
     """
-    out = func(*args, **kwargs)
+    out = operator.run(*args, **kwargs)
     source = caller()
     if operator.returns_new:
         for tensor in (out,) if out.__class__ is Tensor else deferral.flat(out):

@@ -80,7 +80,7 @@ class CudaMode(RankMode):
         if target and (has_gpu_arguments or not records):
             return self._run_on_gpu(func, (), args, kwargs)
         if target:
-            return self._upload(operator, func, args, kwargs)
+            return self._upload(operator, args, kwargs)
         if has_gpu_arguments:
             return self._download(operator, func, args, kwargs)
         return self._run_on_host(func, args, kwargs, records)
@@ -100,11 +100,11 @@ class CudaMode(RankMode):
         self._place(out, is_host=True, is_placed=is_placed)
         return out
 
-    def _upload(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    def _upload(self, operator: Operator, args: Any, kwargs: Any) -> Any:
         """From the host to the GPU: an op on the current stream that writes there."""
         if self.machine.in_backward:
             self.machine.backward.at_op(args)
-        return run_on_stream(self.machine, operator, func, args, kwargs, [], [])
+        return run_on_stream(self.machine, operator, args, kwargs, [], [])
 
     def _download(self, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         """From the GPU to the host, which waits unless ``non_blocking``."""
