@@ -248,9 +248,10 @@ def accumulation_of(leaf: Tensor) -> Any:
     """Return the autograd node that accumulates gradients into a leaf.
 
     Why not `get_gradient_edge`: it makes a view of the leaf, which uneven DTensors refuse.
+    Why the output is held: on torch 2.11 its node ends with it.
     """
-    node: Any = _Nothing.apply(leaf).grad_fn  # type: ignore[no-untyped-call]
-    return node.next_functions[0][0]
+    output: Any = _Nothing.apply(leaf)  # type: ignore[no-untyped-call]
+    return output.grad_fn.next_functions[0][0]
 
 
 def is_made_since(tensor: Tensor, first_node: int) -> bool:
