@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import torch
 
-from ci.gpu import correctness, graphs, memory, timing
+from ci.gpu import correctness, graphs, memory, orders, timing
 
 PARTS = {
     "correctness": correctness.run,
@@ -19,6 +19,7 @@ PARTS = {
     "time-large": lambda: timing.run("large"),
     "graphs": graphs.run,
     "memory": memory.run,
+    "orders": orders.run,
 }
 
 
