@@ -2,34 +2,17 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-
-from fsdp_sim.op import Kind, Op
-from fsdp_sim.report import shorten
-from fsdp_sim.timeline import Join, RankTimeline, Span, rank_timeline
+from fsdp_sim.op import Op
+from fsdp_sim.rows import Piece, Rows, pieces
+from fsdp_sim.timeline import Join, RankTimeline
 
 MARGIN_UNITS = 30
 """What is shown before and after the overlap."""
-COLOURS = {"all_gather": "#4c72b0", "reduce_scatter": "#c44e52", "all_reduce": "#8172b3"}
-LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}
-COMPUTE_COLOUR, NAMED_COLOUR = "#ccb974", "#dd8452"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Operators of one stream that ran under one label without a gap, or one collective."""
-
-    stream: int
-    label: str
-    start: int
-    end: int
-    is_collective: bool
+NAMED_COLOUR = "#dd8452"
 
 
 @dataclass(frozen=True)
@@ -39,31 +22,6 @@ class Overlap:
     gather: Piece
     compute: Piece
     join: Join
-
-
-def pieces(timeline: RankTimeline) -> list[Piece]:
-    """Join the spans of each stream into what a reader can see as one thing."""
-    found: list[Piece] = []
-    open_looks: dict[int, tuple[bool, str, int]] = {}
-    last: dict[int, int] = {}  # by stream: where its last piece is in found
-    for span in timeline.spans:
-        stream, look = span.op.stream, _look(span)
-        previous = found[last[stream]] if stream in last else None
-        if previous is not None and look == open_looks[stream] and span.start <= previous.end + 1:
-            found[last[stream]] = replace(previous, end=span.end)
-        else:
-            last[stream], open_looks[stream] = len(found), look
-            found.append(Piece(stream, look[1], span.start, span.end, look[0]))
-    return found
-
-
-def _look(span: Span) -> tuple[bool, str, int]:
-    """Return what makes spans look alike: a collective is always a piece by itself."""
-    what = (span.op.annotation or "").rpartition("::")[2]
-    if span.op.kind is Kind.COLLECTIVE:
-        unit = what.partition(" ")[2]
-        return True, f"{span.op.name} {unit}".strip(), span.op.index
-    return False, what or "compute", -1
 
 
 def find_overlap(timeline: RankTimeline) -> Overlap | None:
@@ -100,17 +58,6 @@ def _shared_units(one: Piece, other: Piece) -> int:
     return min(one.end, other.end) - max(one.start, other.start)
 
 
-def _stream_names(timeline: RankTimeline) -> dict[int, str]:
-    """Name each stream by what it carries, else by where it was made."""
-    names = {stream: shorten(role.rpartition(" ")[2]) for stream, role in timeline.roles.items()}
-    for span in reversed(timeline.spans):
-        if span.op.kind is Kind.COLLECTIVE:
-            names[span.op.stream] = span.op.name
-    return names | {
-        stream: "compute" for stream, role in timeline.roles.items() if role == "default"
-    }
-
-
 def draw(ops: Iterable[Op], ranks: Sequence[int], path: str | Path) -> None:
     """Draw a window of a trace around one overlap: a row for each rank and stream.
 
@@ -122,84 +69,22 @@ def draw(ops: Iterable[Op], ranks: Sequence[int], path: str | Path) -> None:
     Raises:
         ValueError: no gather of the first rank overlaps compute.
     """
-    ops = list(ops)
-    timelines = [rank_timeline(ops, rank) for rank in ranks]
-    overlap = find_overlap(timelines[0])
+    rows = Rows(ops, ranks)
+    overlap = find_overlap(rows.timelines[ranks[0]])
     if overlap is None:
         raise ValueError("the trace must hold a gather that overlaps compute, got none")
-    window = overlap.gather.start - MARGIN_UNITS, overlap.join.end + 2 * MARGIN_UNITS
-    rows = [(rank, stream) for rank, t in zip(ranks, timelines, strict=True) for stream in t.roles]
-    figure = Figure(figsize=(14, 1.2 + 0.42 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    for rank, timeline in zip(ranks, timelines, strict=True):
-        row_of = {stream: rows.index((rank, stream)) for stream in timeline.roles}
-        _draw_rank(axes, timeline, row_of, window)
-    _name_overlap(axes, overlap, rows, ranks[0])
-    _finish(axes, rows, timelines, ranks, window)
-    figure.savefig(path, dpi=130)
+    rows.draw((overlap.gather.start - MARGIN_UNITS, overlap.join.end + 2 * MARGIN_UNITS))
+    _name_overlap(rows, overlap, ranks[0])
+    rows.save(path)
 
 
-def _draw_rank(
-    axes: Axes, timeline: RankTimeline, row_of: dict[int, int], window: tuple[int, int]
-) -> None:
-    for piece in pieces(timeline):
-        if piece.end < window[0] or piece.start > window[1]:
-            continue
-        kind = piece.label.partition(" ")[0] if piece.is_collective else ""
-        colour = COLOURS.get(kind, COMPUTE_COLOUR)
-        width, row = piece.end - piece.start, row_of[piece.stream]
-        axes.barh(row, width, left=piece.start, height=0.7, color=colour, edgecolor="white")
-        if width >= 8:
-            middle = (max(piece.start, window[0]) + min(piece.end, window[1])) / 2
-            axes.text(middle, row, piece.label, ha="center", va="center", fontsize=6, clip_on=True)
-    for join in timeline.joins:
-        if window[0] <= join.end <= window[1] and join.other in row_of:
-            axes.annotate(
-                "",
-                xy=(join.end, row_of[join.stream]),
-                xytext=(join.start, row_of[join.other]),
-                arrowprops={"arrowstyle": "->", "color": "grey", "lw": 0.7},
-            )
-
-
-def _name_overlap(axes: Axes, overlap: Overlap, rows: list[tuple[int, int]], rank: int) -> None:
+def _name_overlap(rows: Rows, overlap: Overlap, rank: int) -> None:
     gather, compute, join = overlap.gather, overlap.compute, overlap.join
-    gather_row, compute_row = rows.index((rank, gather.stream)), rows.index((rank, compute.stream))
-    for piece, row in ((gather, gather_row), (compute, compute_row)):
-        place = Rectangle((piece.start, row - 0.35), piece.end - piece.start, 0.7)
-        place.set(fill=False, edgecolor="black", linewidth=2, zorder=3)
-        axes.add_patch(place)
-    axes.annotate(
-        "",
-        xy=(join.end, compute_row),
-        xytext=(join.start, gather_row),
-        arrowprops={"arrowstyle": "->", "color": NAMED_COLOUR, "lw": 3},
-    )
-    over, under = compute_row - 0.45, gather_row + 0.45
-    for x, y, text in (
-        (compute.start, over, f"2  the compute it overlaps: {compute.label}"),
-        (gather.start, under, f"1  one gather: {gather.label}"),
-        (join.end, under, "3  the wait that joins them"),
-    ):
-        vertical = "bottom" if y == over else "top"
-        axes.text(x, y, text, fontsize=8, weight="bold", va=vertical, zorder=4, bbox=LABEL_BOX)
-
-
-def _finish(
-    axes: Axes,
-    rows: list[tuple[int, int]],
-    timelines: Sequence[RankTimeline],
-    ranks: Sequence[int],
-    window: tuple[int, int],
-) -> None:
-    names = {
-        (rank, stream): f"rank {rank}  {name}"
-        for rank, timeline in zip(ranks, timelines, strict=True)
-        for stream, name in _stream_names(timeline).items()
-    }
-    axes.set_yticks(range(len(rows)), [names[row] for row in rows], fontsize=7)
-    axes.set_xlim(*window)
-    axes.set_ylim(len(rows) - 0.3, -1)
-    axes.set_xlabel(
-        "ops issued by the host (order, not time: widths mean nothing else)", fontsize=8
-    )
+    gather_row, compute_row = rows.row(rank, gather.stream), rows.row(rank, compute.stream)
+    rows.outline(gather.start, gather.end, gather_row)
+    rows.outline(compute.start, compute.end, compute_row)
+    rows.arrow((join.start, gather_row), (join.end, compute_row), NAMED_COLOUR)
+    over = f"2  the compute it overlaps: {compute.label}"
+    rows.say(compute.start, compute_row, over, at="above")
+    rows.say(gather.start, gather_row, f"1  one gather: {gather.label}", at="below")
+    rows.say(join.end, gather_row, "3  the wait that joins them", at="below")

@@ -1,7 +1,7 @@
 """``fsdp-sim run``, ``explore`` and ``replay``: scripts on simulated ranks."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ import click
 
 import fsdp_sim
 from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, conclude, console, judging
+from fsdp_sim.cli.traces import draw_run
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.script import Script
 
@@ -31,8 +32,20 @@ fault_option = click.option(
     metavar="FAULT",
     help="what is to go wrong, such as 'crash:issue@rank=1,at=3'",
 )
-trace_option = click.option("--trace", type=OUTPUT, help="write all operations here")
-timeline_option = click.option("--timeline", type=OUTPUT, help="write a timeline for Perfetto here")
+OUTPUTS = {
+    "trace": "write all operations here",
+    "timeline": "write a timeline for Perfetto here",
+    "picture": "draw the first finding here, or else an overlap (PNG or SVG)",
+}
+
+
+def output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of ``OUTPUTS``."""
+    for name, what in reversed(OUTPUTS.items()):
+        command = click.option(f"--{name}", type=OUTPUT, help=what)(command)
+    return command
+
+
 script_argument = click.argument("script", type=click.Path(exists=True, dir_okay=False))
 rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
@@ -43,25 +56,16 @@ rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @fault_option
 @click.option("--scheduler", default="program_order", show_default=True, help="who runs next")
 @click.option("--seed", type=int, default=0, show_default=True, help="of the scheduler")
-@trace_option
-@timeline_option
+@output_options
 @script_argument
 @rest_argument
-def run(
-    ranks: int,
-    device: str | None,
-    trace: str | None,
-    timeline: str | None,
-    script: str,
-    arguments: Any,
-    **how: Any,
-) -> None:
+def run(ranks: int, device: str | None, script: str, arguments: Any, **how: Any) -> None:
     """Run SCRIPT once on each rank, and check the run."""
     with _program(script, arguments) as program:
-        keeps = bool(trace or timeline)
-        how |= {"knobs": _knobs(device), "strict": False, "trace": keeps}
+        outputs = _outputs(how)
+        how |= {"knobs": _knobs(device), "strict": False, "trace": bool(outputs)}
         report = fsdp_sim.simulate(program, ranks, **how)
-        _write(report, trace, timeline)
+        _write(report, outputs)
         conclude(report, [script, *arguments])
 
 
@@ -95,23 +99,27 @@ def explore(
 
 
 @click.command(context_settings=SCRIPT_FIRST)
-@trace_option
-@timeline_option
+@output_options
 @click.argument("what")
 @click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False))
 @rest_argument
-def replay(
-    trace: str | None, timeline: str | None, what: str, script: str | None, arguments: Any
-) -> None:
+def replay(what: str, script: str | None, arguments: Any, **outputs: Any) -> None:
     """Run a failure again: a schedule such as 'v1;w4;17>2' and SCRIPT, or a replay file."""
-    options: dict[str, Any] = {"trace": bool(trace or timeline)}
+    outputs = _outputs(outputs)
+    options = {"trace": bool(outputs)}
     if script is None:
         _follow(what, options)
         return
     with _program(script, arguments) as program:
         report = fsdp_sim.replay(program, what, strict=False, **options)
-        _write(report, trace, timeline)
+        _write(report, outputs)
         conclude(report, [script, *arguments])
+
+
+def _outputs(how: dict[str, Any]) -> dict[str, str]:
+    """Take out of a command's options the files that it is to write, by name."""
+    files = {name: how.pop(name) for name in OUTPUTS}
+    return {name: path for name, path in files.items() if path is not None}
 
 
 def _knobs(device: str | None) -> tuple[str, ...]:
@@ -128,13 +136,15 @@ def _program(script: str, arguments: tuple[str, ...]) -> Iterator[Script]:
             yield program
 
 
-def _write(report: "Report", trace: str | None, timeline: str | None) -> None:
-    if trace is not None:
-        report.trace.save(trace)
-        console.print(f"trace: {trace}")
-    if timeline is not None:
-        report.trace.to_chrome(timeline)
-        console.print(f"timeline: {timeline}")
+def _write(report: "Report", outputs: dict[str, str]) -> None:
+    writers: dict[str, Callable[[str], object]] = {
+        "trace": report.trace.save,
+        "timeline": report.trace.to_chrome,
+        "picture": lambda path: draw_run(report.trace, report.findings, path),
+    }
+    for name, path in outputs.items():
+        console.print(f"{name}: {path}")
+        writers[name](path)
 
 
 def _save(failure: BaseException, path: str, script: str, arguments: tuple[str, ...]) -> None:

@@ -1,13 +1,14 @@
 """``fsdp-sim trace`` and ``check``: stored traces, read and judged."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import click
 
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import CHECKERS, make
 from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, console, judging
+from fsdp_sim.errors import Finding
 from fsdp_sim.report import finding_text
 from fsdp_sim.trace import Trace, diff
 
@@ -40,12 +41,29 @@ def perfetto(file: str, output: str) -> None:
 @click.argument("file", type=stored)
 @click.argument("output", type=OUTPUT)
 def picture(file: str, output: str) -> None:
-    """Draw a gather, the compute it overlaps and the wait that joins them (PNG or SVG)."""
-    from fsdp_sim.picture import draw
-
+    """Draw the first finding, or else a gather and the compute it overlaps (PNG or SVG)."""
     with judging([file]):
         loaded = Trace.load(file)
-        draw(loaded.ops, range(loaded.world_size), output)
+        draw_run(loaded, _errors_of(loaded), output)
+
+
+def draw_run(run: Trace, findings: Sequence[Finding], path: str) -> None:
+    """Draw the first finding of a run, or else an overlap; say so where there is neither."""
+    from fsdp_sim.finding_picture import draw_finding
+    from fsdp_sim.picture import draw
+
+    if findings:
+        draw_finding(run.ops, findings[0], run.world_size, path)
+        return
+    try:
+        draw(run.ops, range(run.world_size), path)
+    except ValueError as error:
+        console.print(f"no picture: {error}")
+
+
+def _errors_of(run: Trace) -> list[Finding]:
+    findings = analyse(run.ops, make(CHECKERS), run.world_size).findings
+    return [finding for finding in findings if not finding.is_notice]
 
 
 @trace.command("diff")

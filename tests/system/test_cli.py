@@ -175,6 +175,26 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(
     assert f"must be there and writable, got {path!r}" in " ".join(result.stderr.split())
 
 
+def test_run_and_trace_draw_the_finding(tmp_path: Path) -> None:
+    """The same picture, from the run and from its stored trace."""
+    ran, stored = tmp_path / "ran.svg", tmp_path / "stored.svg"
+    invoke("run", "--ranks", "2", "--picture", str(ran), script(tmp_path, RACE))
+    result = invoke("trace", "picture", recorded(tmp_path, RACE), str(stored))
+
+    assert result.exit_code == 0
+    assert "missing: nothing orders 1 before 2" in ran.read_text()
+    assert stored.read_text() == ran.read_text()
+
+
+def test_a_run_without_finding_and_overlap_has_no_picture(tmp_path: Path) -> None:
+    """The run is judged as ever."""
+    path = tmp_path / "none.svg"
+    result = invoke("run", "--ranks", "2", "--picture", str(path), script(tmp_path, CLEAN))
+
+    assert result.exit_code == 0
+    assert "no picture: the trace must hold a gather that overlaps compute" in result.stderr
+
+
 def test_check_finds_in_a_stored_trace_what_the_run_found(tmp_path: Path) -> None:
     """Checkers need no program, only its operations."""
     result = invoke("check", recorded(tmp_path, RACE))
