@@ -780,6 +780,7 @@ class ShardedUnit:
         A window whose declared gradients have not all come stays as it is, and so does a unit
         that waits for delayed ones, in its phase too.
         """
+        self._expect_delayed_alone()
         self._leave_weights()
         window = self._window
         if window.declared and not window.is_full:
@@ -792,6 +793,16 @@ class ShardedUnit:
             if self._has_full_gradients or (window.entered and not window.reduced):
                 self._reduce()
             self._close()
+
+    def _expect_delayed_alone(self) -> None:
+        """Wait for delayed gradients alone: no others that are missing will come."""
+        window = self._window
+        if self._has_delayed and not window.declared:
+            missing = sum(
+                member.is_delayed and member.full.requires_grad and not fired
+                for member, fired in zip(self.members, window.fired, strict=True)
+            )
+            window.expected = window.count + missing
 
     def _leave_weights(self) -> None:
         """Free the full weights; parameters stay full where delayed gradients will be put."""
