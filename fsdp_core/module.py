@@ -269,10 +269,21 @@ class ShardedUnit:
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
-        """Gather the weights early, if they are not there and backward may use them."""
-        if self._weights is _RESHARDED and self.groups and not (in_graph_task() and self._is_stale):
-            self._gather(early=True)
-            self.context.stats.prefetches += 1
+        """Gather the weights early, if they are not there and backward may use them.
+
+        Ordering:
+            Within a forward the all-gather stream is behind the last writes of the weights.
+        """
+        if self._weights is not _RESHARDED or not self.groups:
+            return
+        if in_graph_task():
+            if self._is_stale:
+                return
+        elif not self.context.calls and self._is_stale:
+            # Edge 1: driven by hand, this may be the first gather behind the writes of the weights.
+            accelerator.wait_stream(self.context.allgather_stream, self.context.current_stream())
+        self._gather(early=True)
+        self.context.stats.prefetches += 1
 
     def _demand(self) -> None:
         """Have the full weights in the modules, readable on the current stream."""

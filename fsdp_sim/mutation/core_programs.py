@@ -94,6 +94,7 @@ def small_programs() -> dict[str, ProgramSpec]:
         "zero1_zero2": _wide(UnitSpec("zero1_zero2"), **outer),
         "zero3_two_axes": _wide(UnitSpec(), **outer),
         "owners": _owned(),
+        "prefetched_by_hand": _program(_driven_by_hand()),
     }
 
 
@@ -101,6 +102,12 @@ def _failing(phase: str) -> StepSpec:
     """Return a step whose pass raises in the second unit, and is recovered from."""
     raises = RaiseSpec("1", phase)  # type: ignore[arg-type]
     return StepSpec((PassSpec(raises=raises),))
+
+
+def _driven_by_hand() -> ModuleSpec:
+    """Return a unit without hooks and parameters, whose caller asks for a prefetch, before another unit."""
+    first = ModuleSpec(unit=UnitSpec(hooks=False))
+    return ModuleSpec(children=(first, ModuleSpec(layer=LayerSpec(), unit=ZERO3)))
 
 
 def _owned() -> ProgramSpec:

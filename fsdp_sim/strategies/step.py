@@ -79,7 +79,8 @@ def steps(
 def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
     """Return the modules whose calls may differ from rank to rank.
 
-    Such a module has no unit below it, and it or a module above it, up to its unit, has a trainable weight
+    Such a module has no unit below it and no reentrant checkpoint, whose gradients come apart from the
+    others and so end a unit's backward elsewhere. It or a module above it, up to its unit, has a trainable weight
     that is applied after the calls: the unit then gets a gradient on every rank, whatever was called.
     A unit without hooks cannot know of it once that weight is frozen, so it has no such modules.
     """
@@ -92,8 +93,8 @@ def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
         anchored[path] = trains if module.unit is not None else above or trains
         hooked[path] = module.unit.hooks if module.unit else path == "" or hooked[parent_path(path)]
         below = [child for below_path, child in walk(module) if below_path]
-        has_units = any(child.unit for child in below)
-        if anchored[path] and hooked[path] and module.children and not has_units:
+        fixed = any(child.unit or child.checkpoint == "reentrant" for child in below)
+        if anchored[path] and hooked[path] and module.children and not fixed:
             free.append(path)
     return tuple(free)
 
