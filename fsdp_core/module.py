@@ -770,11 +770,12 @@ class ShardedUnit:
             self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        """Reduce; close the unit unless frozen weights may still be read."""
-        if not self._has_frozen:
+        """Reduce; close the unit unless frozen weights may still be read in this backward pass."""
+        is_over = not (self._has_frozen and in_graph_task())
+        if is_over:
             self._leave_weights()
         self._reduce()
-        if not self._has_frozen:
+        if is_over:
             self._close()
 
     def leave_section(self) -> None:
