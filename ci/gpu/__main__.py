@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import torch
 
-from ci.gpu import correctness, graphs, memory, orders, timing
+from ci.gpu import correctness, findings, graphs, litmus, memory, orders, overlap, sanitizer, timing
 
 PARTS = {
     "correctness": correctness.run,
@@ -20,6 +20,10 @@ PARTS = {
     "graphs": graphs.run,
     "memory": memory.run,
     "orders": orders.run,
+    "overlap": overlap.run,
+    "litmus": litmus.run,
+    "findings": findings.run,
+    "sanitizer": sanitizer.run,
 }
 
 

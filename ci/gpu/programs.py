@@ -68,6 +68,7 @@ def drawn(count: int) -> dict[str, ProgramSpec]:
 def without_collector() -> Iterator[None]:
     """Run without the garbage collector and without warnings, as a simulated world does."""
     gc.collect()
+    gc.freeze()  # the next collection looks at what is new alone
     gc.disable()
     try:
         with warnings.catch_warnings():

@@ -1,0 +1,65 @@
+"""Sanitizer: PyTorch's own CUDA sanitizer on the programs whose findings are confirmed with delays."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from tempfile import TemporaryDirectory
+
+from torch.cuda import _sanitizer
+
+from ci.gpu.breaking import broken
+from ci.gpu.findings import SUBJECT, Case, all_cases, start, workers
+from ci.gpu.process import device, has_gpu
+from ci.gpu.programs import kept
+from fsdp_sim.mutation.site import Site
+from fsdp_sim.mutation.subject import find
+from fsdp_sim.program import run_program
+
+
+def start_sanitized(folder: str) -> None:
+    """Join a process group of this process alone, and switch the sanitizer on for good."""
+    start(folder)
+    if has_gpu():
+        _sanitizer.enable_cuda_sanitizer()
+
+
+def alarm(name: str, site: Site | None = None) -> str | None:
+    """Return what the sanitizer says of a program; None if nothing."""
+    breaking = nullcontext() if site is None else broken(find(SUBJECT), site)
+    try:
+        with warnings.catch_warnings(), breaking:
+            warnings.simplefilter("ignore")
+            run_program(kept()[name], device())
+    except _sanitizer.CUDASanitizerErrors as errors:
+        return str(errors.errors[0])[:600]
+    except Exception as error:
+        return f"raised {type(error).__name__}: {error}"[:300]
+    return None
+
+
+def alarm_of(case: Case) -> str | None:
+    """Return what the sanitizer says of a broken program."""
+    return alarm(case.program, case.site)
+
+
+def run(names: Sequence[str] = ()) -> dict[str, object]:
+    """Return how often both say that a broken program is wrong, and alarms on unbroken ones."""
+    names = names or [*kept()]
+    cases = all_cases(names)
+    with TemporaryDirectory() as folder, workers(folder, start_sanitized) as pool:
+        clean = dict(zip(names, pool.map(alarm, names)))
+        alarms = list(pool.map(alarm_of, cases))
+    rows: dict[str, object] = {
+        "unbroken programs": len(names),
+        "alarms on unbroken programs": {n: text for n, text in clean.items() if text is not None},
+        "broken programs that the simulator flags": len(cases),
+        "flagged by both": sum(text is not None for text in alarms),
+        "flagged by the simulator alone": [
+            f"{case.program}: {case.site}, {case.finding.kind}"
+            for case, text in zip(cases, alarms, strict=True)
+            if text is None
+        ],
+    }
+    print(json.dumps(rows, indent=1))
+    return rows
