@@ -220,7 +220,8 @@ def _point_to_point(
     meaning.peer = ranks[peer]
     members = (ranks[source], ranks[target])
     is_batch = communicator.batch is not None
-    entry = Entry(meaning, members, 0 if is_send else 1, (*members, is_batch), is_async=True)
+    key = (*members, is_batch, is_send)  # a rank may be both ends
+    entry = Entry(meaning, members, 0 if is_send else 1, key, is_async=True)
     return GroupCall(communicator, [entry], is_async=True, peer=peer)
 
 

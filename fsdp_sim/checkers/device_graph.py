@@ -105,7 +105,11 @@ class Operation:
     @property
     def missing(self) -> tuple[int, ...]:
         """The global ranks that have not issued their part, in group order."""
-        return tuple(rank for rank in self.call.group if rank not in self.launches)
+        ranks = self.call.group
+        if len(self.launches) == 1 < len(ranks) == ranks.count(ranks[0]):  # to itself: two parts
+            (launch,) = self.launches.values()
+            return ranks[launch.operations.count(self) :]
+        return tuple(rank for rank in ranks if rank not in self.launches)
 
     def describe(self) -> str:
         """Return the operation in words: kind, unit, place in its group, elements."""

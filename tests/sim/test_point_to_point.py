@@ -228,6 +228,30 @@ def test_a_batch_may_send_one_buffer_twice_and_fill_halves_of_another() -> None:
     assert fsdp_sim.simulate(program, 3).results == [[1.0, 2.0], [2.0, 0.0], [0.0, 1.0]]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_may_send_to_its_own_rank(world_size: int) -> None:
+    """Both parts of the message are the rank's."""
+
+    def program(rank: int) -> list[float]:
+        got = torch.empty(2)
+        exchange([(torch.full((2,), 3.0 + rank), rank)], [(got, rank)])
+        return got.tolist()
+
+    results = fsdp_sim.simulate(program, world_size, poison=True).results
+    assert results == [[3.0 + rank] * 2 for rank in range(world_size)]
+
+
+def test_a_message_to_the_own_rank_that_nobody_receives_is_a_deadlock() -> None:
+    """The device waits for the other part, and nobody issues it."""
+
+    def program(rank: int) -> None:
+        exchange([(torch.ones(2), rank)], [])
+        torch.cpu.synchronize()
+
+    with pytest.raises(fsdp_sim.Deadlock, match="no rank can go on; missing: rank 0"):
+        fsdp_sim.simulate(program, 1)
+
+
 def test_receiving_from_anybody_is_refused() -> None:
     """NCCL cannot."""
 
