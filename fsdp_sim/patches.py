@@ -300,13 +300,18 @@ class RankC10dWorld(c10d._World):
 def register_backend(made: Callable[[str], None]) -> None:
     """Register backend "sim": a plain ProcessGroup whose every call the rank's mode answers.
 
+    A group that a program takes out of its world is answered by nobody: its collectives raise.
+
     Args:
         made: told the name of each group as it is made.
     """
+    untyped: Any = FakeProcessGroup
 
     def make(options: Any, _: Any) -> Any:
         made(str(options.group_id))
-        return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+        refusing = untyped.Options()
+        refusing.error_on_collective = True
+        return untyped._create_internal(options.group_rank, options.group_size, refusing)
 
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu", "cuda"])

@@ -213,6 +213,22 @@ def test_a_split_that_cannot_be_is_refused(ranks: list[list[int]], message: str)
     assert run(program) == [message] * 2
 
 
+def test_a_group_that_was_taken_out_of_its_world_cannot_be_used() -> None:
+    """Nobody would answer: its collectives raise, and move no made-up values."""
+    groups: list[Any] = []
+
+    def program(rank: int) -> None:
+        groups.append(dist.new_group([0, 1]))
+
+    run(program)
+
+    for group in groups:
+        with pytest.raises(RuntimeError, match="FakeProcessGroup collective operation error"):
+            dist.all_reduce(torch.ones(2), group=group)
+        with pytest.raises(RuntimeError, match="FakeProcessGroup collective operation error"):
+            dist.barrier(group)
+
+
 def test_a_group_is_gone_once_destroyed() -> None:
     """Using it raises; a new one over the same ranks starts at operation 0."""
 
