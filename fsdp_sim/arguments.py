@@ -26,6 +26,17 @@ def check_positive(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
 
 
+def check_seconds(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite time above 0.
+
+    Raises:
+        ConfigError: it is not; names the argument.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a finite number of seconds above 0, got {value!r}")
+
+
 def several(name: str, values: Iterable[Any], kinds: tuple[type, ...] = (str,)) -> tuple[Any, ...]:
     """Return what a list of things holds; a single one is no list.
 

@@ -177,6 +177,10 @@ class HandoverTimeout(RunError):
     """A rank kept the baton for longer than ``HANDOVER_SECONDS_MAX``: it is stuck outside the world."""
 
 
+class ProgramExit(RuntimeError):
+    """A rank's program ended itself with an exit status other than 0."""
+
+
 class InjectedFault(Exception):
     """A fault that the run was asked for; the program may handle it."""
 

@@ -9,10 +9,6 @@ from types import CodeType, ModuleType
 from fsdp_sim.errors import ConfigError
 
 
-class ScriptFailed(RuntimeError):
-    """A script ended itself with an exit status other than 0."""
-
-
 class Script:
     """A script and its command line; calling it runs the script once, as a module of its own.
 
@@ -27,21 +23,13 @@ class Script:
         self.arguments = arguments
         self._code = _compile(path)
 
-    def __call__(self, rank: int) -> None:
-        """Run the script on one rank.
-
-        Raises:
-            ScriptFailed: the script called ``sys.exit`` with a status other than 0.
-        """
+    def __call__(self, _rank: int) -> None:
+        """Run the script on one rank."""
         module = ModuleType("__main__")
         module.__file__ = self.path
         sys.modules["__main__"] = module
         sys.argv = [self.path, *self.arguments]
-        try:
-            exec(self._code, module.__dict__)
-        except SystemExit as end:
-            if end.code:
-                raise ScriptFailed(f"{self.path} ended rank {rank} with {end.code!r}") from end
+        exec(self._code, module.__dict__)
 
     @contextmanager
     def importing(self) -> Iterator[None]:

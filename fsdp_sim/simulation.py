@@ -1,5 +1,6 @@
 """Simulation: one world with its machines, patches and checkers, from start to report."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, copy_context
@@ -20,6 +21,7 @@ from fsdp_sim.errors import (
     FINDING_KINDS,
     ConfigError,
     Finding,
+    ProgramExit,
     SimulationError,
 )
 from fsdp_sim.faults import Faults
@@ -30,8 +32,9 @@ from fsdp_sim.meeting import Wire
 from fsdp_sim.scheduler import Recorder, Scheduler
 from fsdp_sim.store import WorldStore
 from fsdp_sim.streams import new_stream
+from fsdp_sim.task import HANDOVER_SECONDS_MAX
 from fsdp_sim.trace import Trace
-from fsdp_sim.world import Rank, World
+from fsdp_sim.world import STEP_LIMIT_DEFAULT, Rank, World
 
 _RUNNING: list["Simulation"] = []
 
@@ -71,7 +74,8 @@ class Settings:
     scheduler: Scheduler
     knobs: tuple[str, ...] = ()
     checkers: Sequence[Any] = ()
-    step_limit: int = 10_000_000
+    step_limit: int = STEP_LIMIT_DEFAULT
+    handover_seconds: float = HANDOVER_SECONDS_MAX
     trace: bool = False
     poison: bool = False
     finds_leaks: bool = True
@@ -109,6 +113,7 @@ class Simulation:
             host_state=HostState,
             on_stuck=self._on_stuck,
             step_limit=settings.step_limit,
+            handover_seconds=settings.handover_seconds,
         )
         rules = self.knobs.faults
         count = settings.world_size
@@ -213,13 +218,33 @@ class Simulation:
             ):
                 groups.start(machine)
                 try:
-                    return self.fn(rank.index, *self.args)
+                    return self._result(rank)
                 finally:
                     machine.close()
         finally:
             machine.close()
             LOCAL.rank = None
             patches.drop_groups()
+
+    def _result(self, rank: Rank) -> Any:
+        """Return what the program returns; one that exits with status 0 has ended well, as a process.
+
+        Raises:
+            ProgramExit: it exits with another status.
+            TypeError: it has made something that would run the program, and run nothing.
+        """
+        try:
+            result = self.fn(rank.index, *self.args)
+        except SystemExit as end:
+            if end.code:
+                raise ProgramExit(f"the program ended rank {rank.index} with {end.code!r}") from end
+            return None
+        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise TypeError(
+                f"fn must run the rank's program, got a {type(result).__name__} that has not run; pass "
+                "a function that runs it, such as lambda rank: asyncio.run(main(rank))"
+            )
+        return result
 
     def _mode(self, machine: Machine) -> AbstractContextManager[Any]:
         if not machine.sees_operators:

@@ -1,11 +1,24 @@
 """Task: one rank's host program.  The only file that holds a thread."""
 
+import queue
+import sys
 import threading
 from collections.abc import Callable
 
 HANDOVER_SECONDS_MAX = 300.0
-"""How long one rank may keep the baton before the world gives it up: a last resort, never a timeout
-that a deadlock waits for."""
+"""How long one rank may keep the baton before the world gives it up, unless the caller says less: a last
+resort, never a timeout that a deadlock waits for."""
+
+
+def this_thread() -> int:
+    """Return the number of the thread that runs."""
+    return threading.get_ident()
+
+
+def line_of(thread: int) -> str:
+    """Return the line of Python that a thread is at."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001  the only way to another thread's line
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its end"
 
 
 class Baton:
@@ -22,6 +35,25 @@ class Baton:
     def take(self, seconds_max: float = -1) -> bool:
         """Wait until somebody gives; return False after ``seconds_max`` (never, when negative)."""
         return self._lock.acquire(timeout=seconds_max)
+
+
+class Arrivals:
+    """Ranks that have come home, where their caller waits for them one by one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def give(self) -> None:
+        """Let the caller go on."""
+        self._queue.put(None)
+
+    def take(self, seconds_max: float) -> bool:
+        """Wait for the next one; return False after ``seconds_max``."""
+        try:
+            self._queue.get(timeout=seconds_max)
+        except queue.Empty:
+            return False
+        return True
 
 
 class Task:

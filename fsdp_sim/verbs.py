@@ -1,12 +1,13 @@
 """Verbs: simulate and replay a program on simulated ranks."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from fsdp_sim import checkers as checkers_
-from fsdp_sim.arguments import check_integer, check_positive, several
+from fsdp_sim.arguments import check_integer, check_positive, check_seconds, several
 from fsdp_sim.errors import (
     FINDING_KINDS,
     ConfigError,
@@ -23,6 +24,7 @@ from fsdp_sim.schedule import RANKS_MAX, Schedule
 from fsdp_sim.scheduler import Misfit, Recheck, Replay, Scheduler, make
 from fsdp_sim.scheduler.pct import STEPS_DEFAULT
 from fsdp_sim.simulation import Report, Settings, Simulation
+from fsdp_sim.task import HANDOVER_SECONDS_MAX
 from fsdp_sim.trace import Trace, diff
 from fsdp_sim.world import STEP_LIMIT_DEFAULT
 
@@ -41,6 +43,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     checkers: Iterable[str] = tuple(checkers_.CHECKERS),
     strict: bool = True,
     step_limit: int = STEP_LIMIT_DEFAULT,
+    handover_seconds: float = HANDOVER_SECONDS_MAX,
     trace: bool = False,
     poison: bool = False,
     recheck: bool = False,
@@ -68,6 +71,8 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         checkers: names of the checkers to run.
         strict: raise the first error found; otherwise report all.
         step_limit: scheduling decisions allowed.
+        handover_seconds: how long one rank may run without a decision before the run is given up: it
+            blocks on something outside the world, such as a lock that another rank holds.
         trace: keep all ops, for pictures and files; digests are always there.
         poison: fill memory that holds no value with NaN: fresh and released memory, and outputs of
             collectives until they are complete.
@@ -88,6 +93,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     _check_program(fn, world_size, args, step_limit)
     check_integer("seed", seed)
     check_positive("steps", steps)
+    check_seconds("handover_seconds", handover_seconds)
     plan = _plan(schedule, world_size, knobs, faults)
     chooser: Scheduler
     if not isinstance(scheduler, str):
@@ -103,6 +109,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
         knobs=plan.knobs,
         checkers=checkers_.make(checkers),
         step_limit=step_limit,
+        handover_seconds=handover_seconds,
         trace=trace,
         poison=poison,
         audit=audit,
@@ -132,6 +139,7 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
     plan = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
     strict = options.pop("strict", True)
     options.setdefault("step_limit", STEP_LIMIT_DEFAULT)
+    check_seconds("handover_seconds", options.get("handover_seconds", HANDOVER_SECONDS_MAX))
     args = options.pop("args", ())
     _check_program(fn, plan.world_size, args, options["step_limit"])
     chooser = Replay(plan, strict=True)
@@ -141,7 +149,9 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
         knobs=plan.knobs,
         checkers=checkers_.make(options.pop("checkers", tuple(checkers_.CHECKERS))),
         **{
-            name: options.pop(name) for name in ("step_limit", "trace", "poison") if name in options
+            name: options.pop(name)
+            for name in ("step_limit", "handover_seconds", "trace", "poison")
+            if name in options
         },
     )
     if options:
@@ -164,6 +174,11 @@ def _check_program(fn: Any, world_size: Any, args: Any, step_limit: Any) -> None
         raise ConfigError("a world must not be started inside a world; call simulate from outside")
     if not callable(fn):
         raise ConfigError(f"fn must be callable as fn(rank, *args), got {fn!r}")
+    if _runs_later(fn):
+        raise ConfigError(
+            f"fn must run the rank's program when it is called, got {fn!r}, which only makes a coroutine "
+            "or a generator; pass a function that runs it, such as lambda rank: asyncio.run(main(rank))"
+        )
     check_integer("world_size", world_size)
     if not 1 <= world_size <= RANKS_MAX:
         raise ConfigError(f"world_size must be between 1 and {RANKS_MAX}, got {world_size}")
@@ -175,6 +190,12 @@ def _check_program(fn: Any, world_size: Any, args: Any, step_limit: Any) -> None
             "simulate must run where no real process group is initialised, got one; "
             "call torch.distributed.destroy_process_group() first"
         )
+
+
+def _runs_later(fn: Any) -> bool:
+    call = getattr(fn, "__call__", None)  # noqa: B004  an object's own may be a coroutine function
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_kind(each) for is_kind in kinds for each in (fn, call))
 
 
 def _wrong_schema(simulation: Simulation) -> WrongSchema:

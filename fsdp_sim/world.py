@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from fsdp_sim.errors import HandoverTimeout, InjectedCrash, SimulationError, StepLimit, Unwind
 from fsdp_sim.scheduler import Decision, Scheduler
-from fsdp_sim.task import HANDOVER_SECONDS_MAX, POOL, Baton
+from fsdp_sim.task import HANDOVER_SECONDS_MAX, POOL, Arrivals, Baton, line_of, this_thread
 
 POLLS_UNTIL_YIELD = 16
 """A rank that polls so often and does nothing else lets the next one go on, in program order too: what it
@@ -72,6 +72,7 @@ class Rank:
         error: what it raised; never a finding.
         crash: an injected one that has ended it.
         order_of_error: a number that grows with time, to tell which rank raised first.
+        thread: the number of the thread that it runs on.
     """
 
     def __init__(self, index: int, world: "World", host_state: HostState) -> None:
@@ -86,6 +87,7 @@ class Rank:
         self.crash: InjectedCrash | None = None
         self._polls = 0
         self.baton = Baton()
+        self.thread = 0
 
     def poll(self, kind: str) -> None:
         """A look at whether something has happened; one that is repeated lets others go on."""
@@ -153,6 +155,7 @@ class World:
         on_stuck: called when nobody can run; returns why, as an error to end the run with, or None
             when it has woken somebody after all.
         step_limit: decisions allowed.
+        handover_seconds: how long one rank may keep the baton.
     """
 
     def __init__(
@@ -164,18 +167,22 @@ class World:
         host_state: Callable[[], HostState],
         on_stuck: Callable[["World"], SimulationError | None],
         step_limit: int = STEP_LIMIT_DEFAULT,
+        handover_seconds: float = HANDOVER_SECONDS_MAX,
     ) -> None:
         self.body = body
         self.scheduler = scheduler
         self.step = 0
         self.step_limit = step_limit
+        self.handover_seconds = handover_seconds
         self.on_stuck = on_stuck
         self.before_switch: Callable[[Rank], None] | None = None
         self.stop_error: SimulationError | None = None
         self.ranks = [Rank(index, self, host_state()) for index in range(world_size)]
         self.runnable = list(range(world_size))
         self.handovers = 0
-        self._home = Baton()
+        self._holder = self.ranks[0]
+        self._blocked: Rank | None = None
+        self._home = Arrivals()
         self._home_state = host_state()
 
     # ------------------------------------------------------------------ decisions
@@ -222,6 +229,7 @@ class World:
 
     def _hand(self, leaving: HostState | None, chosen: Rank) -> None:
         self.handovers += 1
+        self._holder = chosen
         if leaving is not None:
             leaving.save()
         chosen.host_state.restore()
@@ -255,12 +263,11 @@ class World:
         with suppress(Unwind):
             first = self.choose_rank("start", None)
         self._hand(None, first)
-        interrupt = self._come_home_or_stop()
-        for rank in self.ranks:
-            if rank.state is not RankState.ENDED:
-                self._hand(None, rank)
-                self._come_home()
-        self._home_state.restore()
+        try:
+            interrupt = self._come_home_or_stop()
+            self._unwind_rest()
+        finally:
+            self._home_state.restore()
         POOL.give_back(tasks)
         if interrupt is not None:
             raise interrupt
@@ -273,19 +280,34 @@ class World:
             self.stop_error = SimulationError("the caller was interrupted")
             self._come_home()
             return interrupt
+        except HandoverTimeout as error:
+            self.stop_error, self._blocked = error, self._holder
         return None
+
+    def _unwind_rest(self) -> None:
+        """Unwind the ranks that have not ended; what they let go of may free one that blocks on it."""
+        rest = [rank for rank in self.ranks if rank.state is not RankState.ENDED]
+        for rank in sorted(rest, key=lambda rank: rank is self._blocked):
+            if rank is not self._blocked:
+                self._hand(None, rank)
+            self._come_home()
 
     def _come_home(self) -> None:
         handovers = -1
-        while not self._home.take(HANDOVER_SECONDS_MAX):
+        while not self._home.take(self.handover_seconds):
             if handovers == self.handovers:
+                holder = self._holder
+                parked = [rank.index for rank in self.ranks if rank.state is RankState.PARKED]
                 raise HandoverTimeout(
-                    f"a rank must hand over within {HANDOVER_SECONDS_MAX} seconds, got none; "
-                    "it blocks outside the simulated world (a lock, a socket, an endless loop)"
+                    f"a rank must hand over within handover_seconds={self.handover_seconds}, got none "
+                    f"from rank {holder.index}, which stands at {line_of(holder.thread)} while ranks "
+                    f"{parked} are parked; it blocks outside the simulated world: on a lock that another "
+                    "rank holds across a collective, a socket, an endless loop"
                 )
             handovers = self.handovers
 
     def _main(self, rank: Rank) -> None:
+        rank.thread = this_thread()
         try:
             if self.stop_error is None:
                 rank.result = self.body(rank)

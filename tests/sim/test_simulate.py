@@ -1,9 +1,13 @@
 """simulate: what a run returns, what it raises, and what it refuses before it starts."""
 
+import io
+import logging
 import os
 import random  # noqa: TID251  the subject of a test
 import re
 import signal
+import threading  # noqa: TID251  a lock between ranks is the subject of a test
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -188,6 +192,10 @@ def test_a_program_that_polls_for_ever_hits_the_step_limit() -> None:
         ({"step_limit": 0}, "step_limit must be a positive integer, got 0"),
         ({"step_limit": True}, "step_limit must be a positive integer, got True"),
         ({"seed": "x"}, "seed must be an integer, got 'x'"),
+        (
+            {"handover_seconds": 0},
+            "handover_seconds must be a finite number of seconds above 0, got 0",
+        ),
         ({"steps": 0}, "steps must be a positive integer, got 0"),
         ({"args": 3}, "args must be a tuple, got 3; pass (3,)"),
         ({"knobs": "late"}, "knobs must be a list, got 'late'; pass ['late']"),
@@ -299,3 +307,91 @@ def test_an_exception_that_forbids_attributes_comes_out_as_itself() -> None:
 
     with pytest.raises(Frozen):
         fsdp_sim.simulate(program, 1)
+
+
+# ---------------------------------------------------------------------- what would not run
+
+
+async def coroutine(rank: int) -> None:
+    """Never awaited by anybody."""
+
+
+def generator(rank: int) -> Any:
+    """Never iterated by anybody."""
+    yield rank
+
+
+class Coroutine:
+    """An object whose call makes a coroutine."""
+
+    async def __call__(self, rank: int) -> None:
+        """Never awaited by anybody."""
+
+
+@pytest.mark.parametrize("fn", [coroutine, generator, Coroutine(), partial(coroutine)])
+def test_a_function_that_only_makes_a_coroutine_is_refused(fn: Any) -> None:
+    """Its program would not run, and nothing would be found in it."""
+    with pytest.raises(fsdp_sim.ConfigError, match=r"^fn must run the rank's program when it is"):
+        fsdp_sim.simulate(fn, 1)
+
+
+def test_a_program_that_returns_a_generator_has_not_run() -> None:
+    """What cannot be seen from the function is seen from its result."""
+    with pytest.raises(TypeError, match=r"^fn must run the rank's program, got a generator that"):
+        fsdp_sim.simulate(lambda rank: generator(rank), 1)
+
+
+# ---------------------------------------------------------------------- what blocks outside the world
+
+
+def test_a_lock_held_across_a_collective_is_named_with_rank_and_line() -> None:
+    """Another rank blocks on it, where the simulator cannot see: it gives up after a time."""
+    lock = threading.Lock()
+
+    def program(rank: int) -> None:
+        with lock:
+            dist.barrier()
+
+    with pytest.raises(fsdp_sim.HandoverTimeout) as caught:
+        fsdp_sim.simulate(program, 2, handover_seconds=0.1)
+
+    assert re.fullmatch(
+        r"a rank must hand over within handover_seconds=0\.1, got none from rank 1, which stands at "
+        r".*test_simulate\.py:\d+ while ranks \[0\] are parked; it blocks outside the simulated world: "
+        r"on a lock that another rank holds across a collective, a socket, an endless loop",
+        str(caught.value),
+    )
+
+
+def test_a_message_that_prints_a_tensor_does_not_stop_other_ranks_that_log() -> None:
+    """Each process has a logging handler of its own: nobody waits for another's lock."""
+    logger, out = logging.getLogger("test"), io.StringIO()
+    handler = logging.StreamHandler(out)
+    logger.addHandler(handler)
+
+    def program(rank: int) -> None:
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        logger.warning("%s", x)
+
+    try:
+        fsdp_sim.simulate(program, 2, handover_seconds=10.0)
+    finally:
+        logger.removeHandler(handler)
+
+    assert out.getvalue() == "tensor([2.])\n" * 2
+
+
+def test_a_cached_property_that_is_a_collective_is_each_ranks_own() -> None:
+    """Python 3.11 computes it under a lock of the class."""
+
+    class Model:
+        @cached_property
+        def total(self) -> float:
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            return x.item()
+
+    results = fsdp_sim.simulate(lambda _: Model().total, 2, handover_seconds=10.0).results
+
+    assert results == [2.0, 2.0]

@@ -104,6 +104,29 @@ def test_exit_of_a_script_is_its_success(tmp_path: Path, status: str, expected: 
     assert result.exit_code == expected
 
 
+@pytest.mark.parametrize(("status", "expected"), [(0, 0), (3, 1)])
+def test_os_exit_ends_one_rank_and_not_the_simulation(
+    tmp_path: Path, status: int, expected: int
+) -> None:
+    """What the other ranks do is still judged, and the verdict printed."""
+    lines = f"import os\nif os.environ['RANK'] == '0':\n    os._exit({status})\nprint('later')"
+    result = invoke("run", "--ranks", "2", script(tmp_path, lines))
+
+    assert result.exit_code == expected
+    assert result.stdout == "later\n"
+    assert ("clean: " in result.stderr) == (status == 0)
+
+
+def test_a_rank_that_exits_while_others_wait_for_it_is_a_deadlock(tmp_path: Path) -> None:
+    """Leaving early is no success."""
+    lines = "import os, torch\nif os.environ['RANK'] == '0':\n    os._exit(0)\n"
+    lines += "torch.distributed.all_reduce(torch.ones(1))"
+    result = invoke("run", "--ranks", "2", script(tmp_path, lines))
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Deadlock: ")
+
+
 def test_exploration_finds_an_order_that_depends_on_a_query() -> None:
     """Program order is clean; one deviation is enough."""
     in_order, explored = (
