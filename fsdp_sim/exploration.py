@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import cycle
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 from fsdp_sim.arguments import check_integer, check_positive
 from fsdp_sim.errors import ConfigError, SimulationError
 from fsdp_sim.schedule import Deviation, Schedule
-from fsdp_sim.scheduler import Exhaustive, Scheduler
+from fsdp_sim.scheduler import Decision, Exhaustive, Scheduler
 from fsdp_sim.simulation import Report
 from fsdp_sim.statistics import Statistics, joined
 from fsdp_sim.verbs import simulate
@@ -20,6 +20,8 @@ RECHECK_EVERY = 20
 """One run in so many is made twice and compared, to notice a program that keeps state."""
 MINIMISE_RUNS_MAX = 300
 """Runs spent on making a failing schedule smaller."""
+SINGLES_MAX = 100
+"""Schedules of one deviation that are tried where chunks cannot be dropped from several."""
 
 Outcome = Report | BaseException
 
@@ -210,34 +212,88 @@ def _minimise(
     schedule: Schedule,
     failure: BaseException,
 ) -> None:
+    """Find the fewest deviations that keep the failure.
+
+    First some are dropped; where several need each other, single ones may do what they do together.
+    """
+    wanted = _signature(failure)
+    search.shrunk_from = len(schedule.deviations)
+
+    def run(deviations: Iterable[Deviation]) -> _Failed | None:
+        search.shrink_runs += 1
+        plan = Schedule(world_size, schedule.knobs, tuple(deviations))
+        outcome, effective = _attempt(fn, world_size, options, schedule=plan)
+        if isinstance(outcome, BaseException) and _signature(outcome) == wanted:
+            return _Failed(list(effective.deviations), outcome)
+        return None
+
+    best = _drop_chunks(_Failed(list(schedule.deviations), failure), run)
+    if len(best.deviations) > 1:
+        singles = _singles(fn, world_size, options, schedule, best.deviations)
+        best = next((found for each in singles if (found := run([each]))), best)
+    search.failure = best.failure
+    search.schedule = str(Schedule(world_size, schedule.knobs, tuple(best.deviations)))
+
+
+class _Failed(NamedTuple):
+    """A failure and the deviations that it takes."""
+
+    deviations: list[Deviation]
+    failure: BaseException
+
+
+def _drop_chunks(best: _Failed, run: Callable[[list[Deviation]], _Failed | None]) -> _Failed:
     """Drop deviations, in ever smaller chunks, as long as the same failure comes up.
 
     Source: delta debugging (Zeller and Hildebrandt 2002), keeping complements only.
     """
-    wanted = _signature(failure)
-    best, best_failure = list(schedule.deviations), failure
-    search.shrunk_from = len(best)
-    chunk = max(len(best) // 2, 1)
-    while best and search.shrink_runs < MINIMISE_RUNS_MAX:
+    runs_left = MINIMISE_RUNS_MAX
+    chunk = max(len(best.deviations) // 2, 1)
+    while best.deviations and runs_left:
         smaller = None
-        for candidate in _without_chunks(best, chunk):
-            search.shrink_runs += 1
-            plan = Schedule(world_size, schedule.knobs, tuple(candidate))
-            outcome, effective = _attempt(fn, world_size, options, schedule=plan)
-            if isinstance(outcome, BaseException) and _signature(outcome) == wanted:
-                smaller = (list(effective.deviations), outcome)
+        for candidate in islice(_without_chunks(best.deviations, chunk), runs_left):
+            runs_left -= 1
+            smaller = run(candidate)
+            if smaller is not None:
                 break
-            if search.shrink_runs >= MINIMISE_RUNS_MAX:
-                break
-        if smaller is not None and len(smaller[0]) < len(best):
-            best, best_failure = smaller
-            chunk = max(min(chunk, len(best) // 2), 1)
+        if smaller is not None and len(smaller.deviations) < len(best.deviations):
+            best = smaller
+            chunk = max(min(chunk, len(best.deviations) // 2), 1)
         elif chunk == 1:
             break
         else:
             chunk //= 2
-    search.failure = best_failure
-    search.schedule = str(Schedule(world_size, schedule.knobs, tuple(best)))
+    return best
+
+
+class _Offers:
+    """Program order, noting what else could be chosen at each decision."""
+
+    def __init__(self) -> None:
+        self.deviations: list[Deviation] = []
+
+    def choose(self, decision: Decision) -> int:
+        """Return the default."""
+        others = (option for option in decision.options if option != decision.default)
+        self.deviations += [Deviation(decision.step, option) for option in others]
+        return decision.default
+
+
+def _singles(
+    fn: Callable[..., Any],
+    world_size: int,
+    options: dict[str, Any],
+    schedule: Schedule,
+    best: list[Deviation],
+) -> list[Deviation]:
+    """Return the deviations that program order could take, those nearest to known ones first."""
+    offers = _Offers()
+    knobs = {**options, "knobs": schedule.knobs, "faults": ()}
+    _attempt(fn, world_size, knobs, scheduler=offers)
+    near = sorted(
+        offers.deviations, key=lambda each: min(abs(each.step - known.step) for known in best)
+    )
+    return near[:SINGLES_MAX]
 
 
 def _without_chunks(deviations: list[Deviation], chunk: int) -> Iterable[list[Deviation]]:

@@ -24,6 +24,16 @@ def test_exploring_finds_an_order_that_depends_on_a_query() -> None:
     assert len(search.decisions) == search.schedules
 
 
+@pytest.mark.parametrize("seed", [0, 5, 9, 11])
+@pytest.mark.parametrize("scheduler", ["pct", "uniform"])
+def test_a_failure_that_needs_one_deviation_is_shown_with_one(scheduler: str, seed: int) -> None:
+    """Even where what was found needs several, none of which can be left out."""
+    search = fsdp_sim.explore(order_by_query, 3, scheduler=scheduler, seed=seed, strict=False)
+
+    assert search.schedule is not None
+    assert search.schedule.count(">") == 1
+
+
 def test_a_replayed_schedule_gives_the_same_failure_and_digest() -> None:
     """Following the line of a failure leads to the same finding, op for op."""
     with pytest.raises(fsdp_sim.CollectiveMismatch) as first:
