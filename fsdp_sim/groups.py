@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from fsdp_sim import machine as machines
 from fsdp_sim import patches, process_group
+from fsdp_sim.group_calls import Parts
 from fsdp_sim.machine import Machine
 from fsdp_sim.store import Contents, program_stores
 from fsdp_sim.work import WorkFuture, collect_all, join_before_backward_ends
@@ -130,12 +131,20 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        if machines.current() is None:
+        machine = machines.current()
+        if machine is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         check_backend(bound.arguments.get("backend"))
         bound.arguments["backend"] = None
-        return original(*bound.args, **bound.kwargs)
+        group = original(*bound.args, **bound.kwargs)
+        if not bound.arguments.get("use_local_synchronization"):
+            everybody = patches.group_ranks(dist.group.WORLD)
+            ranks = bound.arguments.get("ranks") or everybody
+            is_sorted = bound.arguments.get("sort_ranks", True)
+            parts = (tuple(sorted(ranks) if is_sorted else ranks),)
+            _note(machine, "new_group", dist.group.WORLD, parts)
+        return group
 
     return new_group
 
@@ -154,30 +163,40 @@ def _split_group(original: Callable[..., Any]) -> Callable[..., Any]:
         split_ranks = named.get("split_ranks")
         if not split_ranks:
             raise ValueError("split_ranks cannot be None or empty")
-        parent = patches.group_ranks(named.get("parent_pg") or dist.group.WORLD)
-        mine = _own_part(machine.rank.index, parent, split_ranks)
+        parent = named.get("parent_pg") or dist.group.WORLD
+        parts = _parts(patches.group_ranks(parent), split_ranks)
+        name = _note(machine, "split_group", parent, parts)
+        machine.wire.group_calls.await_all(machine.rank, "split_group", name)
+        mine = next((part for part in parts if machine.rank.index in part), None)
         return None if mine is None else patches.new_local_group(mine, named.get("group_desc"))
 
     return split_group
 
 
-def _own_part(
-    rank: int, parent: Sequence[int], split_ranks: Sequence[Sequence[int]]
-) -> list[int] | None:
-    """Return the global ranks of the part that ``rank`` is in; parts are given in the parent's ranks."""
+def _note(machine: Machine, verb: str, parent: Any, parts: Parts) -> str:
+    """Compare a call that makes groups with the other ranks'; return the parent's name."""
+    name = process_group.communicator_of(machine, parent).name
+    among = patches.group_ranks(parent)
+    source = machines.caller()
+    finding = machine.wire.group_calls.note(machine.rank.index, verb, name, among, parts, source)
+    if finding is not None:
+        machine.analysis.add(finding)
+        machine.fail(finding)
+    return name
+
+
+def _parts(parent: Sequence[int], split_ranks: Sequence[Sequence[int]]) -> Parts:
+    """Return the global ranks of each part; parts are given in the parent's ranks."""
     for part in split_ranks:
         if not part:
             raise ValueError("the split group cannot be empty")
         if len(part) != len(set(part)):
             raise ValueError("the split group cannot have duplicate ranks")
-        if max(part) >= len(parent):
+        if not 0 <= min(part) <= max(part) < len(parent):
             raise ValueError(
                 f"split_ranks must be ranks of the parent group, 0 to {len(parent) - 1}, got {part}"
             )
-        global_ranks = [parent[each] for each in sorted(part)]
-        if rank in global_ranks:
-            return global_ranks
-    return None
+    return tuple(tuple(parent[each] for each in sorted(part)) for part in split_ranks)
 
 
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG001, FBT001, FBT002

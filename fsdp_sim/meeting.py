@@ -16,6 +16,7 @@ from fsdp_sim.checkers.device_graph import DeviceGraph, Launch
 from fsdp_sim.collectives import Compute
 from fsdp_sim.errors import RunError
 from fsdp_sim.faults import corrupt
+from fsdp_sim.group_calls import GroupCalls
 from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Call, Source
 from fsdp_sim.tensors import overlaps
@@ -36,11 +37,13 @@ class Wire:
         meetings: those that some rank has not joined yet.
         graph: every issued operation that is not complete on the devices.
         store: the world's key-value store.
+        group_calls: who has made which group.
         held: meetings whose values could move and, in a late world, have not.
     """
 
     def __init__(self, store: "WorldStore", *, is_late: bool = False) -> None:
         self.store = store
+        self.group_calls = GroupCalls()
         self.is_late = is_late
         self.held: dict[Meeting, None] = {}
         self.meetings: dict[Any, Meeting] = {}

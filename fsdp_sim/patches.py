@@ -390,9 +390,9 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     return tuple(sorted(by_global, key=lambda rank: by_global[rank]))
 
 
-def new_local_group(ranks: list[int], desc: str | None) -> Any:
+def new_local_group(ranks: tuple[int, ...], desc: str | None) -> Any:
     """Make a group that only its own ranks make."""
-    return c10d._new_group_with_tag(ranks, use_local_synchronization=True, group_desc=desc)
+    return c10d._new_group_with_tag(list(ranks), use_local_synchronization=True, group_desc=desc)
 
 
 def drop_groups() -> None:

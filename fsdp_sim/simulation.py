@@ -277,8 +277,8 @@ class Simulation:
         has_ended_well = all(rank.error is None for rank in self.world.ranks)
         if self.world.stop_error is None and has_ended_well:
             finding = stuck.find_unfinished(self.machines)
-            if finding is not None:
-                self.analysis.add(finding)
+            for each in [finding] if finding is not None else self.wire.group_calls.unmade():
+                self.analysis.add(each)
             self.analysis.end()
 
     # ------------------------------------------------------------------ the report

@@ -68,7 +68,7 @@ def _stand(rank: Rank) -> deadlock.Stand:
         )
     awaited: list[deadlock.Awaited] = []
     for need in wait.needs:
-        if isinstance(need, deadlock.StoreKey):
+        if isinstance(need, (deadlock.StoreKey, deadlock.Arrival)):
             awaited.append(need)
         elif isinstance(need, Launch):
             awaited += [each for each in need.operations if not each.is_done]
@@ -87,5 +87,5 @@ def _describe(need: object) -> str:
             each.describe() + (f" issued at {op.source}" if op is not None and op.source else "")
             for each, op in zip(need.operations, need.ops, strict=True)
         )
-    assert isinstance(need, (Pending, deadlock.StoreKey))
+    assert isinstance(need, (Pending, deadlock.StoreKey, deadlock.Arrival))
     return need.describe()

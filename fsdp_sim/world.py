@@ -314,7 +314,10 @@ class World:
         except Unwind:
             pass
         except BaseException as error:
-            rank.error, rank.order_of_error = error, self.handovers
+            if (
+                rank is not self._blocked
+            ):  # what it meets once it is free is not the program's doing
+                rank.error, rank.order_of_error = error, self.handovers
         if rank.crash is not None:
             rank.result, rank.error = None, rank.crash
         rank.state = RankState.ENDED

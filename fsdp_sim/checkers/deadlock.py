@@ -24,7 +24,24 @@ class StoreKey:
         return f"store key {self.name!r}"
 
 
-Awaited = Operation | StoreKey
+@dataclass(frozen=True)
+class Arrival:
+    """A call that all ranks of a group must make, and that one of them has not made."""
+
+    rank: int
+    call: str
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The rank."""
+        return (self.rank,)
+
+    def describe(self) -> str:
+        """Return who must call what."""
+        return f"rank {self.rank} to call {self.call}"
+
+
+Awaited = Operation | StoreKey | Arrival
 
 
 @dataclass(frozen=True)
@@ -53,7 +70,7 @@ def judge(operations: Sequence[Operation], stands: Sequence[Stand], site: Site) 
     on some device is behind one that cannot complete.  Everything else might go on: the fixed point
     below starts from "nothing can complete" and lets go of what could.
     """
-    keys = [each for stand in stands for each in stand.waits_for if isinstance(each, StoreKey)]
+    keys = [each for stand in stands for each in stand.waits_for if not isinstance(each, Operation)]
     everything: list[Awaited] = [*operations, *dict.fromkeys(keys)]
     blocked = dict.fromkeys(everything)
     hosts = {stand.rank: stand for stand in stands}
@@ -78,6 +95,8 @@ def _may_complete(awaited: Awaited, hosts: dict[int, Stand], blocked: dict[Await
         return any(goes_on(rank) for rank, stand in hosts.items() if awaited not in stand.waits_for)
     if not all(goes_on(rank) for rank in awaited.missing):
         return False
+    if isinstance(awaited, Arrival):
+        return True
     return not any(
         earlier in blocked
         for launch in awaited.launches.values()
@@ -125,7 +144,7 @@ def _laggards(blocked: Sequence[Awaited]) -> list[int]:
     """Return who has not issued what others did, the rank that most is waiting for first."""
     absent: dict[int, int] = {}
     for each in blocked:
-        for rank in each.missing if isinstance(each, Operation) else ():
+        for rank in () if isinstance(each, StoreKey) else each.missing:
             absent[rank] = absent.get(rank, 0) + 1
     return sorted(absent, key=lambda rank: (-absent[rank], rank))
 
@@ -140,7 +159,7 @@ def _sites(blocked: Sequence[Awaited], site: Site) -> tuple[OpSite, ...]:
 
 
 def _never(awaited: Awaited) -> str:
-    missing = awaited.missing if isinstance(awaited, Operation) else ()
+    missing = () if isinstance(awaited, StoreKey) else awaited.missing
     return f"never completes: {awaited.describe()}" + (
         f", not issued by {list(missing)}" if missing else ""
     )

@@ -1,8 +1,10 @@
 """Groups: start-up is adopted, groups come and go, and nothing goes past the simulator unseen."""
 
 import inspect
+import re
 import threading  # noqa: TID251  threads of a program are what is tested
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,6 +171,86 @@ def test_group_ranks_follow_the_order_given() -> None:
         return [each.item() for each in out]
 
     assert run(program, 3) == [[2.0, 0.0, 1.0]] * 3
+
+
+def test_a_group_that_one_rank_does_not_make_is_a_deadlock() -> None:
+    """Every rank must make every group, whether it is a member or not and whether it is used or not."""
+
+    def program(rank: int, *, leaves_out: int) -> None:
+        if rank != leaves_out:
+            dist.new_group([0, 2])
+
+    for leaves_out in (1, 2):
+        with pytest.raises(fsdp_sim.Deadlock) as caught:
+            fsdp_sim.simulate(partial(program, leaves_out=leaves_out), 3)
+        finding = caught.value.finding
+        assert finding is not None
+        assert finding.message == (
+            "the program has ended before every rank made a group; "
+            f"missing: rank {leaves_out} in new_group (call 0 on group '0')"
+        )
+        assert finding.ranks == (leaves_out,)
+    assert fsdp_sim.simulate(partial(program, leaves_out=-1), 3).findings == ()
+
+
+def test_groups_of_other_ranks_at_one_place_are_a_mismatch() -> None:
+    """They would get one name: each rank names its groups by counting them."""
+
+    def program(rank: int) -> None:
+        dist.new_group([0, 1])
+        dist.new_group([2 * (rank // 2), 2 * (rank // 2) + 1])
+
+    with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
+        fsdp_sim.simulate(program, 4)
+
+    finding = caught.value.finding
+    assert finding is not None
+    assert re.fullmatch(
+        r"new_group \(call 1 on group '0'\) must be made by every rank with the same ranks: rank 0 makes "
+        r"groups of \[\[0, 1\]\] at \S+test_groups\.py:\d+, rank 2 of \[\[2, 3\]\] at "
+        r"\S+test_groups\.py:\d+",
+        finding.message,
+    )
+
+
+def test_a_group_with_local_synchronisation_is_its_members_business() -> None:
+    """Others need not call."""
+
+    def program(rank: int) -> None:
+        dist.new_group([rank], use_local_synchronization=True)
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+
+    assert fsdp_sim.simulate(program, 2).findings == ()
+
+
+def test_a_split_waits_for_all_ranks_of_the_parent() -> None:
+    """NCCL splits the parent's communicator, which takes all of them."""
+
+    def program(rank: int, *, misses: bool) -> None:
+        if rank != 2 or not misses:
+            dist.split_group(split_ranks=[[0, 1]])
+
+    assert fsdp_sim.simulate(partial(program, misses=False), 3).findings == ()
+    with pytest.raises(fsdp_sim.Deadlock) as caught:
+        fsdp_sim.simulate(partial(program, misses=True), 3)
+    finding = caught.value.finding
+    assert finding is not None
+    assert finding.message == "no rank can go on; missing: rank 2"
+    assert finding.detail[:2] == (
+        "rank 2 has ended",
+        "rank 0 waits (split_group) for rank 2 to call split_group (call 0 on group '0')",
+    )
+
+
+def test_splits_that_differ_by_rank_are_a_mismatch() -> None:
+    """The split must be the same on all ranks of the parent."""
+
+    def program(rank: int) -> None:
+        dist.split_group(split_ranks=[[0], [1, 2]] if rank < 2 else [[2], [0, 1]])
+
+    with pytest.raises(fsdp_sim.CollectiveMismatch, match=r"rank 2 of \[\[2\], \[0, 1\]\] at"):
+        fsdp_sim.simulate(program, 3)
 
 
 @pytest.mark.parametrize("split", [dist.split_group, split_group])
