@@ -51,6 +51,7 @@ _HOME = {
     "InjectedCrash": "fsdp_sim.errors",
     "Diverged": "fsdp_sim.errors",
     "HandoverTimeout": "fsdp_sim.errors",
+    "UnseenThread": "fsdp_sim.errors",
     "Notice": "fsdp_sim.errors",
 }
 

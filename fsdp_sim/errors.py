@@ -181,6 +181,10 @@ class ProgramExit(RuntimeError):
     """A rank's program ended itself with an exit status other than 0."""
 
 
+class UnseenThread(RunError, RuntimeError):
+    """A thread that a rank started used the rank's tensors, streams or groups: nothing of it was seen."""
+
+
 class InjectedFault(Exception):
     """A fault that the run was asked for; the program may handle it."""
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from fsdp_sim import machine as machines
-from fsdp_sim import patches, process_group
+from fsdp_sim import patches, process_group, threads
 from fsdp_sim.group_calls import Parts
-from fsdp_sim.machine import Machine
+from fsdp_sim.machine import LOCAL, Machine
 from fsdp_sim.store import Contents, program_stores
 from fsdp_sim.work import WorkFuture, collect_all, join_before_backward_ends
 
@@ -235,6 +235,8 @@ def _answering(name: str, func: Any) -> Callable[..., Any]:
 
 
 def _refuse(*_: Any) -> NoReturn:
+    if LOCAL.started_by is not None:
+        threads.refuse(LOCAL.started_by, "a collective")
     raise RuntimeError(
         "a collective must be called by a rank's own program, got another thread or a process group "
         "built by hand; call it on the rank's thread, on a group made with torch.distributed"

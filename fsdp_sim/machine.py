@@ -36,7 +36,7 @@ LOCAL = RankLocal()
 
 def current() -> "Machine | None":
     """Return the machine of the rank that runs on this thread, or None outside a world."""
-    return LOCAL.rank  # type: ignore[return-value]
+    return LOCAL.rank
 
 
 @contextmanager

@@ -325,6 +325,11 @@ SHAPE_PROPAGATION = "_propagate_tensor_meta_non_cached"
 """How DTensor finds the shapes of results, and keeps them in a cache of the thread."""
 
 
+def push_mode(mode: Any) -> None:
+    """Enter a dispatch mode for the rest of a thread's life, past the flags that are the process's."""
+    python_dispatch._push_mode(mode)
+
+
 def without_dispatch_modes() -> Any:
     """Run operators that no dispatch mode entered so far sees."""
     return python_dispatch._disable_current_modes()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import deferral, groups, hashes, meshes, patches, streams
+from fsdp_sim import deferral, groups, hashes, meshes, patches, streams, threads
 from fsdp_sim import machine as machines
 from fsdp_sim.dispatch import host_read
 from fsdp_sim.faults import tear
@@ -28,6 +28,7 @@ def install(undo: patches.Patches, *, sees_operators: bool = True) -> None:
         install_host_reads(undo)
         install_memory(undo)
     groups.install(undo)
+    threads.install(undo)
     meshes.install(undo)
     hashes.install(undo)
     _install_files(undo)
@@ -118,7 +119,10 @@ def install_host_reads(undo: patches.Patches) -> None:
 
 def _read_by_host(tensor: Any, name: str) -> None:
     machine = machines.current()
-    if machine is None or type(tensor) not in patches.PLAIN_TENSORS:
+    if type(tensor) not in patches.PLAIN_TENSORS:
+        return
+    if machine is None:
+        threads.check_read(tensor, name)
         return
     record = machine.memory.record_of(tensor)
     if not record.is_host:
@@ -141,9 +145,9 @@ def _printing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def show(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _read_by_host(self, "print")
         if machines.current() is None or type(self) not in patches.PLAIN_TENSORS:
             return original(self, *args, **kwargs)
-        _read_by_host(self, "print")
         with machines.unobserved():
             return original(self, *args, **kwargs)
 

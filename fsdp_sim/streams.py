@@ -12,7 +12,8 @@ from typing import Any, NoReturn, Protocol, Self
 import torch
 
 from fsdp_sim import machine as machines
-from fsdp_sim.machine import Machine, caller
+from fsdp_sim import threads
+from fsdp_sim.machine import LOCAL, Machine, caller
 from fsdp_sim.op import Kind, Source
 
 QUERIES_UNTIL_DONE = 16
@@ -26,6 +27,8 @@ PRIORITY_LOWEST, PRIORITY_HIGHEST = 0, -3
 def _machine() -> Machine:
     machine = machines.current()
     if machine is None:
+        if LOCAL.started_by is not None:
+            threads.refuse(LOCAL.started_by, "a stream function")
         raise RuntimeError(
             "a simulated stream must be used on the thread of a rank, got another thread; "
             "call it from the rank's own program"

@@ -4,6 +4,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 HANDOVER_SECONDS_MAX = 300.0
 """How long one rank may keep the baton before the world gives it up, unless the caller says less: a last
@@ -106,10 +107,20 @@ class TaskPool:
 POOL = TaskPool()
 
 
-class RankLocal(threading.local):
-    """What belongs to the thread of a rank: the rank, or None on any other thread."""
+Thread = threading.Thread
+"""The threads that programs start."""
 
-    rank: object | None = None
+
+class RankLocal(threading.local):
+    """What belongs to a thread.
+
+    Attributes:
+        rank: whose thread it is; None on any other.
+        started_by: the rank whose program started it; None for a rank's own.
+    """
+
+    rank: Any = None
+    started_by: Any = None
 
     @classmethod
     def set_everywhere(cls, rank: object | None) -> None:

@@ -24,7 +24,14 @@ SIM_NAMES = {
     *("record", "Recording"),
     *("Race", "UseAfterFree", "CollectiveMismatch", "Deadlock", "NotAtRest", "ParityError"),
     *("CaptureUnsafe", "Leak", "UnusedPrefetch", "PossibleDeadlock"),
-    *("StepLimit", "CannotRunAhead", "Nondeterminism", "Diverged", "HandoverTimeout"),
+    *(
+        "StepLimit",
+        "CannotRunAhead",
+        "Nondeterminism",
+        "Diverged",
+        "HandoverTimeout",
+        "UnseenThread",
+    ),
     *("WrongSchema", "InjectedFault", "InjectedCrash"),
     *("ConfigError", "SimulationError", "FindingError", "Notice", "RunError"),
 }

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import threading  # noqa: TID251  threads of a program are what is tested
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -373,29 +372,6 @@ def test_meshes_are_sliced_and_flattened() -> None:
 
 
 # ---------------------------------------------------------------------- nothing goes past unseen
-
-
-def test_a_thread_of_the_program_cannot_call_a_collective() -> None:
-    """It runs, and its collective is refused, not faked."""
-
-    def program(rank: int) -> list[str]:
-        value, errors = torch.ones(1), []
-
-        def work() -> None:
-            try:
-                dist.all_reduce(value)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return errors
-
-    (first, second) = run(program)
-
-    assert first == second
-    assert first[0].startswith("a collective must be called by a rank's own program")
 
 
 @pytest.mark.parametrize("is_made_inside", [False, True])

@@ -1,0 +1,104 @@
+"""Threads: what the threads that a program starts must not do, since no rank's mode would see it."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_sim import machine as machines
+from fsdp_sim import patches
+from fsdp_sim.errors import UnseenThread
+from fsdp_sim.machine import LOCAL, Machine
+from fsdp_sim.task import Thread
+
+
+def install(undo: patches.Patches) -> None:
+    """Watch every thread that a rank starts."""
+    undo.wrap(Thread, "start", _watching)
+
+
+def _watching(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def start(self: Any) -> None:
+        machine = machines.current() or LOCAL.started_by
+        if machine is not None:
+            self.run = _watched(self.run, machine)
+        original(self)
+
+    return start
+
+
+def _watched(run: Callable[[], None], machine: Machine) -> Callable[[], None]:
+    @functools.wraps(run)
+    def watched() -> None:
+        LOCAL.started_by = machine
+        patches.push_mode(_Watch(machine))
+        run()
+
+    return watched
+
+
+class _Watch(TorchDispatchMode):
+    """Lets a thread compute with tensors of its own, and refuses those of the rank's device."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._machine = machine
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled regions may run under this mode."""
+        return True
+
+    @patches.never_compiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer one call."""
+        kwargs = kwargs or {}
+        name = func.name()
+        if name.startswith("c10d::") or any(
+            _is_of(self._machine, tensor) for tensor in _tensors((args, kwargs))
+        ):
+            refuse(self._machine, name)
+        return func(*args, **kwargs)
+
+
+def check_read(tensor: Any, name: str) -> None:
+    """Refuse a read, past any operator, of a rank's tensor by a thread that the rank started."""
+    machine = LOCAL.started_by
+    if machine is not None and _is_of(machine, tensor):
+        refuse(machine, name)
+
+
+def refuse(machine: Machine, what: str) -> None:
+    """End the run: what a thread does with a rank's tensors cannot be judged.
+
+    Raises:
+        UnseenThread: in the thread; the ranks are unwound.
+    """
+    rank = machine.rank
+    error = UnseenThread(
+        f"tensors, streams and collectives of a rank must be used on the rank's own thread, got {what} on "
+        f"a thread that rank {rank.index} started, at {machines.caller()}; call it on the rank's thread"
+    )
+    if rank.world.stop_error is None:
+        rank.world.stop_error = error
+    raise error
+
+
+def _is_of(machine: Machine, tensor: Tensor) -> bool:
+    if not patches.has_storage(tensor):
+        return False
+    record = machine.memory.known(tensor.untyped_storage())
+    return record is not None and not record.is_host
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
