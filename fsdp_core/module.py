@@ -655,6 +655,9 @@ class ShardedUnit:
 
         Args:
             sweep: nothing follows that could use an early gather.
+
+        Ordering:
+            The current stream is put behind a gather that stays, since the caller may write weights.
         """
         if self.phase is not Phase.RESTING:
             return
@@ -663,6 +666,7 @@ class ShardedUnit:
             self._ran.clear()
             if unused or self.policy.reshard_after_forward:
                 self.come_to_rest()
+        self.await_gather()
 
     def come_to_rest(self) -> None:
         """Reshard if nobody uses the weights."""
@@ -941,8 +945,9 @@ class ShardedUnit:
         """
         weights = self._weights
         if isinstance(weights, Gathered):
-            # Edge 2: the gather may still read what is about to be written.
-            accelerator.wait_event(self.context.current_stream(), weights.event)
+            with accelerator.annotate(self._label("await_gather")):
+                # Edge 2: the gather may still read what is about to be written.
+                accelerator.wait_event(self.context.current_stream(), weights.event)
 
     def check_complete(self) -> None:
         """Check that all gradients of the unit's window have come.
@@ -1081,7 +1086,8 @@ class FsdpModule:
             recurse: also those of all units below, without prefetches.
 
         Ordering:
-            Waits for the gather on the current stream, not on the host.
+            Waits for the gather on the current stream, not on the host. Units that are gathered
+            early are waited for when they are used, so nobody may write their weights before that.
         """
         for unit in self._units_below(recurse=recurse):
             unit.unshard()

@@ -11,8 +11,8 @@ from fsdp_sim.op import Kind, Op
 
 GATHERS = ("fsdp_core::unshard", "FSDP::all_gather")
 """Labels of collectives that gather weights."""
-RELEASES = "fsdp_core::reshard"
-"""Label of waits that end a gather in order to drop it."""
+NO_USES = ("fsdp_core::reshard", "fsdp_core::await_gather")
+"""Labels of waits that end a gather in order to drop it, or to write what it reads."""
 
 
 class _Gathers:
@@ -37,7 +37,8 @@ class Prefetch:
 
     A use is a read, or a stream that waits for the very event that was recorded behind the gather: the
     runtime needed the weights then, though the operators may turn out not to (the first layer's, in a
-    backward that needs no gradient of the input).  A wait only to drop the weights is none.
+    backward that needs no gradient of the input).  A wait only to drop the weights, or to write
+    what they are made from, is none.
 
     A gather that was begun and that nobody has waited for or freed when a step completes is an error: its
     unit looks gathered to the next step, which would compute with old weights.
@@ -76,7 +77,7 @@ class Prefetch:
             return self._complete(gathers, op) if op.name.startswith(COMPLETION) else ()
         elif op.kind is Kind.RECORD_EVENT:
             gathers.guarded[op.other] = gathers.fresh.pop(op.stream, [])
-        elif op.kind is Kind.WAIT_EVENT and not (op.annotation or "").startswith(RELEASES):
+        elif op.kind is Kind.WAIT_EVENT and not (op.annotation or "").startswith(NO_USES):
             for block in gathers.guarded.pop(op.other, ()):
                 unused.pop(block, None)
         return ()

@@ -110,6 +110,16 @@ def written_after_unused_prefetch(_rank: int) -> list[Tensor]:
     return _copies(weights)
 
 
+def written_after_forward(_rank: int) -> list[Tensor]:
+    """A training forward gathers a unit ahead and leaves it out; weights are written, not trained."""
+    model, _ = _model()
+    weights = list(model.parameters())
+    model[2].is_left_out = True
+    model(_rows())
+    _write(weights)
+    return _copies(weights)
+
+
 def kept_and_written_after_unused_prefetch(_rank: int) -> list[Tensor]:
     """As before, with weights that stay gathered: only what changed is gathered ahead."""
     model, _ = _model(weights=Replicate())
@@ -200,6 +210,7 @@ def _uneven(scale: float) -> tuple[Any, torch.optim.Optimizer]:
 PROGRAMS = (
     written_after_failure,
     written_after_unused_prefetch,
+    written_after_forward,
     kept_and_written_after_unused_prefetch,
     written_while_gathered,
     driven_by_hand,

@@ -4,6 +4,7 @@ import re
 import warnings
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -19,6 +20,7 @@ from tests.cases.programs import (
     gathered,
     loss_of,
     ops_by_step,
+    shard,
     train_shards,
 )
 
@@ -59,6 +61,22 @@ def test_a_skipped_unit_costs_one_gather_that_is_waited_for_and_freed(skipped: s
     assert notice.kind == "UnusedPrefetch"
     assert skipped in notice.message
     assert notice.count == 4
+
+
+def test_weights_may_be_written_behind_a_forward_that_skipped_a_gathered_unit() -> None:
+    """Also without a backward, and by hand: the gather that nobody used has read them by then."""
+
+    def program(rank: int) -> list[bool]:
+        shard(model := fill(Row(*NAMES)), *NAMES, "")
+        before = model(batch(rank), NAMES[:2])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        after = model(batch(rank), NAMES)
+        after.sum().backward()
+        return [bool(each.any()) for each in (before, after)]
+
+    assert fsdp_sim.simulate(program, 2).results == [[True, False]] * 2
 
 
 @pytest.mark.parametrize(
