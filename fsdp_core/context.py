@@ -435,13 +435,12 @@ class FsdpContext:
         """
         module = unit.modules[0]()
         assert module is not None
-        event = ExecutionEvent(module, phase)
         if self._recording:
-            self.execution_order.append(event)
+            self.execution_order.append(ExecutionEvent(module, phase))
         elif self.execution_order.consume(module, phase):
             return
         elif self.prefetch_order is PrefetchOrder.RECORDED:
-            raise self._divergence(event)
+            raise self._divergence(ExecutionEvent(module, phase))
         else:
             self._move_cursor(unit, phase)
 

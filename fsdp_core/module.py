@@ -19,7 +19,7 @@ from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import Call, FsdpContext
 from fsdp_core.device import Event, Stream
 from fsdp_core.errors import StateError, StateValueError
-from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
+from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of, trainable_among
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import (
@@ -123,11 +123,12 @@ class Window:
         """Whether all expected gradients have come."""
         return self.count >= self.expected
 
-    def add(self, index: int) -> None:
-        """Count one gradient."""
+    def add(self, index: int) -> bool:
+        """Count one gradient, and return whether all expected ones have come."""
         if self.declared or not self.fired[index]:
             self.count += 1
         self.fired[index] = 1
+        return self.count >= self.expected
 
 
 class ShardedUnit:
@@ -185,6 +186,7 @@ class ShardedUnit:
             for slot in member.slots
         ]
         self._pairs = [(member.sharded, member.full) for member in self.members]
+        self._fulls = [member.full for member in self.members]
         self._dropped = [
             (member.full, member.fqn)
             for group in self.groups
@@ -681,7 +683,7 @@ class ShardedUnit:
         declared = self.policy.grad_accumulation_count
         if declared is not None:
             return Window(fired, declared, declared=True)
-        return Window(fired, sum(full.requires_grad for _, full in self._pairs), declared=False)
+        return Window(fired, trainable_among(self._fulls), declared=False)
 
     def pre_backward(self, use: Use) -> None:
         """Gather the weights that backward needs for one call; a no-op if it has entered it.
@@ -757,12 +759,12 @@ class ShardedUnit:
             context.begin_backward()
             self._open()
         window = self._window
-        window.add(index)
+        is_full = window.add(index)
         task = current_graph_task()
         if task not in (-1, context.graph_task):
             more_uses = self._outstanding_uses() > 0
             window.nested |= window.entered > 0 and (more_uses or task != window.graph_task)
-        if window.is_full:
+        if is_full:
             self.retry()
 
     def retry(self) -> None:
@@ -851,19 +853,21 @@ class ShardedUnit:
             # Edge 6: the reduction reads what was copied.
             accelerator.wait_stream(inner, current)
             outer = context.outer_reduction_stream
-            if any(group.finished_in == context.stats.steps for group in groups):
+            if outer is not inner and any(g.finished_in == context.stats.steps for g in groups):
                 # Edge 9, backwards: it adds to what was finished earlier in this pass.
                 accelerator.wait_stream(inner, outer)
             # Reductions run beside the backward of the units in front.
             with accelerator.on_stream(inner):
                 for group in groups:
                     group.reduce()
+            if context.is_last_microbatch:
+                self._finish_groups(groups)
+            else:
+                for group in groups:
+                    group.bind(is_over=False)
+                context.note_unfinished(self)
         context.stats.reductions += len(groups)
         context.note_reduced(self)
-        if context.is_last_microbatch:
-            self._finish_groups()
-        else:
-            context.note_unfinished(self)
 
     def finish_window(self) -> None:
         """Bring gradients into optimizer placements: the last microbatch is over.
@@ -872,14 +876,16 @@ class ShardedUnit:
         """
         if self.phase is Phase.BACKWARD:
             return
-        if any(group.foreign_gradients() for group in self.groups):
-            current, inner = self.context.current_stream(), self.context.inner_reduction_stream
-            # Edge 7: somebody replaced what this stream wrote.
-            accelerator.wait_stream(current, inner)
-            self._adopt_gradients(self.groups)
-            # Edge 6: the reduction reads what was copied.
-            accelerator.wait_stream(inner, current)
-        self._finish_groups()
+        groups = [group for group in self.groups if group.awaits_finish]
+        with accelerator.annotate(self._label("reduce_gradients")), torch.no_grad():
+            if any(group.foreign_gradients() for group in groups):
+                current, inner = self.context.current_stream(), self.context.inner_reduction_stream
+                # Edge 7: somebody replaced what this stream wrote.
+                accelerator.wait_stream(current, inner)
+                self._adopt_gradients(groups)
+                # Edge 6: the reduction reads what was copied.
+                accelerator.wait_stream(inner, current)
+            self._finish_groups(groups)
 
     def _adopt_gradients(self, groups: Sequence[ParameterGroup]) -> None:
         """Add to what users made of gradients, not to what these were.
@@ -905,20 +911,25 @@ class ShardedUnit:
                     )
                     raise context.located(StateError(msg, fqn=self._full_name(fqn)))
 
-    def _finish_groups(self) -> None:
+    def _finish_groups(self, groups: Sequence[ParameterGroup]) -> None:
+        apart = [group for group in groups if group.finishes_apart]
+        if apart:
+            self._finish_apart(apart)
+        for group in groups:
+            group.bind(is_over=True)
+
+    def _finish_apart(self, groups: Sequence[ParameterGroup]) -> None:
+        """Run the reductions that end a window, which may have a stream of their own."""
         context = self.context
         outer = context.outer_reduction_stream
-        groups = [group for group in self.groups if group.awaits_finish]
-        with accelerator.annotate(self._label("reduce_gradients")), torch.no_grad():
-            if outer is not context.inner_reduction_stream:
-                # Edge 9: the outer reduction reads the result of the inner one.
-                accelerator.wait_stream(outer, context.inner_reduction_stream)
-            # The reduction that ends the window may have a stream of its own.
-            with accelerator.on_stream(outer):
-                for group in groups:
-                    group.finish_window()
-                    if outer is not context.inner_reduction_stream:
-                        group.finished_in = context.stats.steps
+        if outer is not context.inner_reduction_stream:
+            # Edge 9: the outer reduction reads the result of the inner one.
+            accelerator.wait_stream(outer, context.inner_reduction_stream)
+        with accelerator.on_stream(outer):
+            for group in groups:
+                group.finish_window()
+                if outer is not context.inner_reduction_stream:
+                    group.finished_in = context.stats.steps
 
     def _close(self) -> None:
         """End the unit's backward: it rests, and the units around it may go on."""

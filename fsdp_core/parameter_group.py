@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +26,7 @@ from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
-from fsdp_core.torch_private import local_tensor, version_of, wrap_instead
+from fsdp_core.torch_private import local_tensor, versions_of, wrap_instead
 
 DELAYED_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
 """The method by which a module tells that it has put a delayed gradient in place."""
@@ -146,9 +147,10 @@ class ParameterGroup:
         self._sharded_grads: tuple[DTensor, ...] = ()
         self._window_grads: tuple[DTensor, ...] = ()
         self._main_version = -1
-        self._sharded: list[nn.Parameter] = []
+        self._fulls = [member.full for member in self.members]
+        self._written: list[Tensor] = []
         self.unit: weakref.ref[Any] = weakref.ref(self)
-        if any(member.full.requires_grad for member in self.members):
+        if self.is_trainable:
             self._build_gradients()
 
     # -- construction ------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class ParameterGroup:
             for index, member in enumerate(self.members):
                 self._make_sharded(index, member)
                 self._point_to_buffer(index, member)
-        self._sharded = [member.sharded for member in self.members]
+        self._written = [self.main_weight.flat, *(member.sharded for member in self.members)]
         for member in self.members:
             for slot in member.slots:
                 slot.registry[slot.name] = member.sharded
@@ -278,15 +280,9 @@ class ParameterGroup:
         Why by version counter: whoever writes them in place (a loaded state dict, an initialiser)
         moves it, so nobody has to tell. Fused and foreach optimizers do not: see `mark_written`.
         """
-        return self._version() != self._main_version
-
-    def _version(self) -> int:
-        """Return how often the main weights were written.
-
-        Why of each parameter too: an operator on a DTensor moves its own counter, and one on what
-        it wraps that of the buffer.
-        """
-        return version_of(self.main_weight.flat) + sum(map(version_of, self._sharded))
+        # Of each parameter too: an operator on a DTensor moves its own counter, and one on what it
+        # wraps that of the buffer.
+        return versions_of(self._written) != self._main_version
 
     def mark_written(self) -> None:
         """Note that the main weights were written by something that moves no version counter."""
@@ -305,7 +301,7 @@ class ParameterGroup:
         gathers = 0
         if self._stored is not None and self.is_stale:
             gathers += self._refresh()
-        self._main_version = self._version()
+        self._main_version = versions_of(self._written)
         if self.keeps_full:
             return gathers
         self.full_weight.reallocate_storage()
@@ -352,7 +348,12 @@ class ParameterGroup:
     @property
     def is_trainable(self) -> bool:
         """Whether some parameter is to get a gradient."""
-        return any(member.full.requires_grad for member in self.members)
+        return bool(trainable_among(self._fulls))
+
+    @property
+    def finishes_apart(self) -> bool:
+        """Whether a window ends with a reduction of its own."""
+        return self._gradient != self._optimizer
 
     def allocate_partial(self) -> None:
         """Take memory for the gradients of the whole parameters, on the reduction stream."""
@@ -432,7 +433,6 @@ class ParameterGroup:
             self._main_grad.flat.copy_(contribution.flat)
         self._partial.release_storage()
         self._awaits_finish = True
-        self._bind_window()
 
     @property
     def awaits_finish(self) -> bool:
@@ -449,11 +449,29 @@ class ParameterGroup:
             Requires that the current stream is behind every `reduce` of the window.
         """
         assert self._main_grad is not None
-        if self._gradient != self._optimizer:
-            self._main_grad.redistribute(self._optimizer, out=self._final_grad)
-        self._grad_is_final = True
-        self._awaits_finish = False
-        self._bind_final()
+        self._main_grad.redistribute(self._optimizer, out=self._final_grad)
+
+    def bind(self, *, is_over: bool) -> None:
+        """Show the window's gradients as those of the sharded parameters.
+
+        Args:
+            is_over: they are in optimizer placements, and complete.
+        """
+        assert self._main_grad is not None
+        if is_over:
+            self._grad_is_final = True
+            self._awaits_finish = False
+        if is_over or not self.finishes_apart:
+            if not self._sharded_grads:
+                self._sharded_grads = self._grad_dtensors(self._final_grad)
+            grads = self._sharded_grads
+        else:
+            if not self._window_grads:
+                self._window_grads = self._grad_dtensors(self._main_grad)
+            grads = self._window_grads
+        for member, grad in zip(self.members, grads, strict=True):
+            if member.full.requires_grad and member.sharded.grad is not grad:
+                member.sharded.grad = grad
 
     def _prepare_window(self) -> bool:
         """Make the main gradient ready to be added to.
@@ -467,7 +485,7 @@ class ParameterGroup:
         assert self._main_grad is not None
         if accumulate and any(missing):
             self._zero_missing()
-        if accumulate and self._grad_is_final and self._gradient != self._optimizer:
+        if accumulate and self._grad_is_final and self.finishes_apart:
             self._reopen_window()
         self._grad_is_final = False
         return accumulate
@@ -498,31 +516,11 @@ class ParameterGroup:
         self._main_grad.flat.zero_()
         self._final_grad.flat.copy_(kept)
 
-    def _bind_window(self) -> None:
-        assert self._main_grad is not None
-        if self._gradient == self._optimizer:
-            self._bind_final()
-            return
-        if not self._window_grads:
-            self._window_grads = self._grad_dtensors(self._main_grad)
-        self._bind(self._window_grads)
-
-    def _bind_final(self) -> None:
-        if not self._sharded_grads:
-            self._sharded_grads = self._grad_dtensors(self._final_grad)
-        self._bind(self._sharded_grads)
-
     def _grad_dtensors(self, buffer: DBuffer) -> tuple[DTensor, ...]:
         return tuple(
             buffer.get_rows(index, f"{member.fqn}.grad").as_dtensor()
             for index, member in enumerate(self.members)
         )
-
-    def _bind(self, grads: Iterable[DTensor]) -> None:
-        """Attach the gradients, each made once, to the sharded parameters."""
-        for member, grad in zip(self.members, grads, strict=True):
-            if member.full.requires_grad and member.sharded.grad is not grad:
-                member.sharded.grad = grad
 
     def drop_gradients(self) -> None:
         """Forget every gradient, full and sharded."""
@@ -531,6 +529,14 @@ class ParameterGroup:
             member.sharded.grad = None
         self._grad_is_final = False
         self._awaits_finish = False
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def trainable_among(parameters: Iterable[Tensor]) -> int:
+    """Return how many parameters are to get a gradient."""
+    return sum(map(_REQUIRES_GRAD, parameters))
 
 
 def _refuse_hook(fqn: str, _hook: object) -> NoReturn:

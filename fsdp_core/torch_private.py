@@ -7,6 +7,7 @@ file asks for a version.
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -91,9 +92,13 @@ class preserve_version:  # noqa: N801 - reads as the verb it is
         torch._C._autograd._unsafe_set_version_counter(self._tensors, self._versions)
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor or a view of it was written in place."""
-    return tensor._version
+# how often a tensor or a view of it was written in place
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[Tensor]) -> int:
+    """Return how often all these tensors, or views of them, were written in place."""
+    return sum(map(version_of, tensors))
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -215,19 +220,16 @@ def profiler_is_enabled() -> bool:
     return profiler._is_profiler_enabled
 
 
+# The functions themselves, since each is asked for every gradient or call:
+# the number of the backward pass that this thread runs, the innermost; -1 if none
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+# the sequence number that this thread's next autograd node will get
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
 def in_graph_task() -> bool:
     """Whether this thread is inside a backward pass of the autograd engine."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def current_graph_task() -> int:
-    """Return the number of the backward pass that this thread runs, the innermost; -1 if none."""
-    return torch._C._current_graph_task_id()
-
-
-def next_node_number() -> int:
-    """Return the sequence number that this thread's next autograd node will get."""
-    return torch._C._autograd._get_sequence_nr()
+    return current_graph_task() != -1
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
