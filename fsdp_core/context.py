@@ -99,6 +99,9 @@ class Unit(Protocol):
     def run_gradient_hooks(self) -> None:
         """Call what users registered on the sharded parameters."""
 
+    def release_gradients(self) -> None:
+        """Give the memory of gradients back that were dropped."""
+
     def retry(self) -> None:
         """Complete if only an open unit inside this one was waited for."""
 
@@ -383,6 +386,10 @@ class FsdpContext:
         self.evaluating = not torch.is_grad_enabled()
         self._forward_start = self._pass_length()
         self._join_gathers()
+        if not self.evaluating and not self.has_unwaited_reductions:
+            # Edge 4 comes before the reduction stream allocates again.
+            for unit in self._living(self._units):
+                unit.release_gradients()
 
     def _join_gathers(self) -> None:
         # Edge 1: gathers read weights that the optimizer or an initialiser wrote on this stream.

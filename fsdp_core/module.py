@@ -844,7 +844,7 @@ class ShardedUnit:
             # Partial gradients belong to the pool of the stream that reduces and frees them.
             with accelerator.on_stream(inner):
                 for group in groups:
-                    group.allocate_partial()
+                    group.allocate_gradients()
             # Edge 5: that memory may still be read by an earlier reduction.
             accelerator.wait_stream(current, inner)
             self._adopt_gradients(groups)
@@ -947,6 +947,11 @@ class ShardedUnit:
             module = self.modules[0]()
             assert module is not None
             callback(module)
+
+    def release_gradients(self) -> None:
+        """Give the memory of dropped gradients back; see `ParameterGroup.release_gradients`."""
+        for group in self.groups:
+            group.release_gradients()
 
     def await_gather(self) -> None:
         """Put the current stream behind a gather that nobody waited for: it reads main weights.

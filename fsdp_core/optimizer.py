@@ -69,15 +69,15 @@ class _Run:
     Attributes:
         group: the parameter group.
         parts: the parameters; those of which this rank holds nothing ride along.
+        start: the first element of the run in this rank's range of the group.
         plain: what is stepped, flat, over the same storage.
-        grad: the gradient of `plain`, over the storage of the parts' gradients.
         shown: the state that users see DTensors over; most steps leave its tensors the same.
     """
 
     group: ParameterGroup
     parts: tuple[_Part, ...]
+    start: int
     plain: nn.Parameter
-    grad: Tensor | None = None
     shown: dict[str, Any] = field(default_factory=dict)
 
 
@@ -237,9 +237,8 @@ class _LocalStep:
             run.plain.grad = None
             return
         if grad is run.group.bound_grad(run.parts[0].index):
-            if run.grad is None:
-                run.grad = _grad_of(run)
-            local = run.grad
+            # Made anew: a view that is kept would keep the memory of gradients that were dropped.
+            local = run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
         else:
             local = local_tensor(grad).reshape(-1) if isinstance(grad, DTensor) else grad
         if local.dtype != run.plain.dtype:
@@ -382,15 +381,7 @@ def _make_run(group: ParameterGroup, parts: Sequence[_Part]) -> _Run:
     flat = group.main_weight.flat
     base = start - flat.storage_offset() if held else 0
     plain = nn.Parameter(flat.detach().narrow(0, base, numel))
-    return _Run(group, based, plain)
-
-
-def _grad_of(run: _Run) -> Tensor:
-    held = [part for part in run.parts if part.offset >= 0]
-    buffer = run.group.final_grad
-    start = buffer.get_tensor_view(held[0].index).storage_offset() if held else 0
-    base = start - buffer.flat.storage_offset() if held else 0
-    return buffer.flat.narrow(0, base, run.plain.numel())
+    return _Run(group, based, int(base), plain)
 
 
 def _split(runs: list[_Run], run: _Run) -> None:

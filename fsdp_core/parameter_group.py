@@ -6,6 +6,7 @@ DTensor over the main weights, which the optimizer and state dicts see) and the 
 module's original `Parameter`, a view of the gathered buffer, which autograd sees).
 """
 
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
-from fsdp_core.torch_private import local_tensor, versions_of, wrap_instead
+from fsdp_core.torch_private import local_tensor, storage_holders, versions_of, wrap_instead
 
 DELAYED_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
 """The method by which a module tells that it has put a delayed gradient in place."""
@@ -146,6 +147,7 @@ class ParameterGroup:
         self.finished_in = -1
         self._sharded_grads: tuple[DTensor, ...] = ()
         self._window_grads: tuple[DTensor, ...] = ()
+        self._own_grad_holders = 0
         self._main_version = -1
         self._fulls = [member.full for member in self.members]
         self._written: list[Tensor] = []
@@ -196,6 +198,11 @@ class ParameterGroup:
             self._contribution = self._partial.view(self._gradient)
             self._partial.release_storage()
         self._final_grad = self._main_grad.view(self._optimizer)
+        self._sharded_grads = self._window_grads = self._grad_dtensors(self._final_grad)
+        if self.finishes_apart:
+            self._window_grads = self._grad_dtensors(self._main_grad)
+        self._own_grad_holders = self._grad_holders()
+        self._main_grad.release_storage()
 
     def commit(self) -> None:
         """Fill the main weights and make both representations; from now on modules hold shards.
@@ -342,7 +349,7 @@ class ParameterGroup:
         return self._final_grad
 
     def bound_grad(self, index: int) -> DTensor | None:
-        """Return the gradient object that a parameter's `.grad` is after a window; None before."""
+        """Return the gradient object that a parameter's `.grad` is after a window."""
         return self._sharded_grads[index] if self._sharded_grads else None
 
     @property
@@ -355,10 +362,16 @@ class ParameterGroup:
         """Whether a window ends with a reduction of its own."""
         return self._gradient != self._optimizer
 
-    def allocate_partial(self) -> None:
-        """Take memory for the gradients of the whole parameters, on the reduction stream."""
+    def allocate_gradients(self) -> None:
+        """Take memory for the gradients of the whole parameters, on the reduction stream.
+
+        And for those that this rank keeps, where `release_gradients` gave it back.
+        """
         if self._main_grad is None:
             self._build_gradients()
+        assert self._main_grad is not None
+        if self._main_grad.is_released:
+            self._main_grad.reallocate_storage()
         self._partial.reallocate_storage()
 
     def copy_in(self) -> None:
@@ -384,13 +397,13 @@ class ParameterGroup:
 
     def foreign_gradients(self) -> list[int]:
         """Return which parameters have a gradient that somebody put in the place of the group's."""
-        final, window = self._sharded_grads, self._window_grads
+        grads = zip(self.members, self._sharded_grads, self._window_grads, strict=True)
         return [
             index
-            for index, member in enumerate(self.members)
+            for index, (member, final, window) in enumerate(grads)
             if (grad := member.sharded.grad) is not None
-            and not (final and grad is final[index])
-            and not (window and grad is window[index])
+            and grad is not final
+            and grad is not window
         ]
 
     def adopt_gradient(self, index: int) -> bool:
@@ -457,18 +470,10 @@ class ParameterGroup:
         Args:
             is_over: they are in optimizer placements, and complete.
         """
-        assert self._main_grad is not None
         if is_over:
             self._grad_is_final = True
             self._awaits_finish = False
-        if is_over or not self.finishes_apart:
-            if not self._sharded_grads:
-                self._sharded_grads = self._grad_dtensors(self._final_grad)
-            grads = self._sharded_grads
-        else:
-            if not self._window_grads:
-                self._window_grads = self._grad_dtensors(self._main_grad)
-            grads = self._window_grads
+        grads = self._sharded_grads if is_over else self._window_grads
         for member, grad in zip(self.members, grads, strict=True):
             if member.full.requires_grad and member.sharded.grad is not grad:
                 member.sharded.grad = grad
@@ -521,6 +526,29 @@ class ParameterGroup:
             buffer.get_rows(index, f"{member.fqn}.grad").as_dtensor()
             for index, member in enumerate(self.members)
         )
+
+    def release_gradients(self) -> None:
+        """Give the memory of gradients back if all were dropped; the next reduction takes it again.
+
+        A gradient that somebody else still holds (or a view of one) keeps it.
+
+        Ordering:
+            The memory goes back to the pool of the reduction stream, which must be behind all that
+            used it before it is next allocated from.
+        """
+        buffer = self._main_grad
+        if buffer is None or buffer.is_released:
+            return
+        dropped = all(member.sharded.grad is None for member in self.members)
+        if dropped and self._grad_holders() == self._own_grad_holders:
+            buffer.release_storage()
+            self._awaits_finish = False
+
+    def _grad_holders(self) -> int:
+        """Return how many references there are to gradients and to views of them."""
+        assert self._main_grad is not None
+        grads = sum(map(sys.getrefcount, (*self._sharded_grads, *self._window_grads)))
+        return grads + storage_holders(self._main_grad.flat)
 
     def drop_gradients(self) -> None:
         """Forget every gradient, full and sharded."""

@@ -101,6 +101,11 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
     return sum(map(version_of, tensors))
 
 
+def storage_holders(tensor: Tensor) -> int:
+    """Return how many references there are to the storage of a tensor, this question's included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict in which a module holds its own parameters."""
     return module._parameters

@@ -1,9 +1,11 @@
 """Memory: what stays between passes, and how many full buffers a backward has at a time."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsdp_sim
 from fsdp_core import FsdpModule, MixedPrecisionPolicy, Placements, RuntimePolicy
@@ -11,7 +13,15 @@ from fsdp_core.parameter_group import ParameterGroup
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make as make_checkers
 from fsdp_sim.checkers.memory_peak import MemoryPeak
-from tests.cases.programs import Row, assert_resting, batch, fill, linear, loss_of, shard
+from tests.cases.programs import (
+    Row,
+    assert_resting,
+    batch,
+    fill,
+    linear,
+    loss_of,
+    shard,
+)
 from tests.core.worlds import on_simulated_ranks
 
 R, P, S = Replicate(), Partial("avg"), Shard(0)
@@ -64,6 +74,83 @@ def test_what_stays_between_passes(
         return sorted(storages(group_of(model)).values())
 
     assert on_simulated_ranks(body, 2) == [nbytes] * 2
+
+
+def gradient_nbytes(model: nn.Module) -> int:
+    """Bytes that the gradients of the only group of a unit have now."""
+    return group_of(model).final_grad.flat.untyped_storage().nbytes()
+
+
+def gradient_of(model: nn.Module) -> DTensor:
+    """The gradient of a linear unit's weight."""
+    gradient = model.get_parameter("weight").grad
+    assert isinstance(gradient, DTensor)
+    return gradient
+
+
+@pytest.mark.parametrize("placements", [ZERO_1, ZERO_2, ZERO_3])
+def test_dropped_gradients_have_no_memory_through_a_forward(placements: Placements) -> None:
+    """They get it with the first reduction, and lose it to the next training forward."""
+
+    def body(rank: int) -> list[bool]:
+        shard(model := fill(linear(8, 2)), "", placements=placements)
+        has_memory = [gradient_nbytes(model) > 0]
+        for _ in range(2):
+            loss = loss_of(model(batch(rank)), rank)
+            has_memory.append(gradient_nbytes(model) > 0)
+            loss.backward()
+            has_memory.append(gradient_nbytes(model) > 0)
+            model.zero_grad()
+        return has_memory
+
+    assert on_simulated_ranks(body, 2) == [[False, False, True, False, True]] * 2
+
+
+def test_gradients_to_add_to_keep_their_memory() -> None:
+    """A second backward without zero_grad doubles them."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(linear(8, 2)), "")
+        loss_of(model(batch(rank)), rank).backward()
+        first = gradient_of(model).to_local().clone()
+        loss_of(model(batch(rank)), rank).backward()
+        assert torch.equal(gradient_of(model).to_local(), 2 * first)
+
+    on_simulated_ranks(body, 2)
+
+
+@pytest.mark.parametrize("held", [lambda grad: grad, lambda grad: grad.to_local()[1:]])
+def test_a_gradient_that_somebody_holds_keeps_its_memory(held: Callable[[DTensor], Tensor]) -> None:
+    """Also a view of one; its values are intact after zero_grad and a forward."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(linear(8, 2)), "")
+        loss_of(model(batch(rank)), rank).backward()
+        kept = held(gradient_of(model))
+        before = kept.clone()
+        model.zero_grad()
+        model(batch(rank))
+        assert gradient_nbytes(model) > 0
+        assert torch.equal(kept, before)
+        del kept
+        model(batch(rank))
+        assert gradient_nbytes(model) == 0
+
+    on_simulated_ranks(body, 2)
+
+
+def test_an_evaluation_takes_no_memory_from_gradients() -> None:
+    """Dropped or not: a reduction may follow without a forward."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(linear(8, 2)), "")
+        loss_of(model(batch(rank)), rank).backward()
+        model.zero_grad()
+        with torch.no_grad():
+            model(batch(rank))
+        assert gradient_nbytes(model) > 0
+
+    on_simulated_ranks(body, 2)
 
 
 def test_views_of_released_weights_come_back_to_life() -> None:
