@@ -838,8 +838,6 @@ class FsdpContext:
         self.evaluating = False
         for unit in self._living(self._units):
             unit.reset()
-        # A broken pass may have left work behind that nobody waits for any more.
-        accelerator.wait_stream(self.current_stream(), self.allgather_stream)
         self.finish_grad_sync()
         self._post_backward_hook_registered = False
         self._rewind(0)

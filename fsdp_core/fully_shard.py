@@ -181,9 +181,6 @@ def fully_shard(
         placements=placements,
         precision=precision,
         grad_divisor=grad_divisor,
-        allgather_stream=context.allgather_stream,
-        reduction_stream=context.inner_reduction_stream,
-        outer_stream=context.outer_reduction_stream,
         owners=_owners(members, placements, context, axes),
     )
     with real_parameters(modules, context.device):

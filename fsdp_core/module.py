@@ -257,6 +257,8 @@ class ShardedUnit:
                         gathers += group.unshard()
                 event = accelerator.record_event(stream)
         except BaseException:
+            # Edge 2: what was begun has no event yet, and reads main weights.
+            accelerator.wait_stream(context.current_stream(), stream)
             self._release()
             raise
         self._weights = Gathered(event, early)

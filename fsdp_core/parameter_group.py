@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from fsdp_core import device as accelerator
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.dbuffer import DBuffer
-from fsdp_core.device import Stream
 from fsdp_core.errors import StateError
 from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
@@ -91,9 +89,6 @@ class GroupSpec:
         placements: of parameters, gradients and optimizer state.
         precision: the dtypes.
         grad_divisor: applied to each contribution on top of the mean over the mesh.
-        allgather_stream: gathers, allocates and frees full weights.
-        reduction_stream: reduces, allocates and frees gradient buffers.
-        outer_stream: the reduction that ends a window.
         owners: the rank that holds each parameter, where placements are TensorAtomic.
     """
 
@@ -101,9 +96,6 @@ class GroupSpec:
     placements: Placements
     precision: MixedPrecisionPolicy
     grad_divisor: float
-    allgather_stream: Stream
-    reduction_stream: Stream
-    outer_stream: Stream
     owners: dict[nn.Parameter, int] | None = None
 
 
@@ -176,12 +168,11 @@ class ParameterGroup:
         if self.keeps_full:
             self.full_weight = self._stored or self.main_weight
             return
-        with accelerator.on_stream(self._spec.allgather_stream):
-            self.full_weight = DBuffer.empty(axes, self._replicated, layout, self._compute_dtype)
-            # Views must be made while there is memory; they outlive it.
-            self._own_slice = self.full_weight.view(self._parameter)
-            self._make_views(self.full_weight)
-            self.full_weight.release_storage()
+        self.full_weight = DBuffer.empty(axes, self._replicated, layout, self._compute_dtype)
+        # Views must be made while there is memory; they outlive it. `unshard` takes it again.
+        self._own_slice = self.full_weight.view(self._parameter)
+        self._make_views(self.full_weight)
+        self.full_weight.release_storage()
         self._gather_source = self._stored or self.main_weight
 
     def _make_views(self, buffer: DBuffer) -> list[Tensor]:
@@ -190,13 +181,12 @@ class ParameterGroup:
     def _build_gradients(self) -> None:
         axes, layout = self._spec.axes, self.layout
         partial = (Partial("avg"),) * len(self._gradient)
-        with accelerator.on_stream(self._spec.reduction_stream):
-            self._main_grad = DBuffer.empty(axes, self._gradient, layout, self._main_grad_dtype)
-            self._partial = DBuffer.empty(axes, partial, layout, self._reduce_dtype)
-            self._partial_views = self._make_views(self._partial)
-            # What this rank keeps of a reduction is written over its own part of the summands.
-            self._contribution = self._partial.view(self._gradient)
-            self._partial.release_storage()
+        self._main_grad = DBuffer.empty(axes, self._gradient, layout, self._main_grad_dtype)
+        self._partial = DBuffer.empty(axes, partial, layout, self._reduce_dtype)
+        self._partial_views = self._make_views(self._partial)
+        # What this rank keeps of a reduction is written over its own part of the summands.
+        self._contribution = self._partial.view(self._gradient)
+        self._partial.release_storage()
         self._final_grad = self._main_grad.view(self._optimizer)
         self._sharded_grads = self._window_grads = self._grad_dtensors(self._final_grad)
         if self.finishes_apart:

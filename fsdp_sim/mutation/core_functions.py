@@ -100,6 +100,21 @@ def written_after_failure(_rank: int) -> list[Tensor]:
     return [model(_rows()).detach(), *_copies(weights)]
 
 
+def _fail() -> None:
+    raise _Failure
+
+
+def written_after_broken_gather(_rank: int) -> list[Tensor]:
+    """The second of a unit's two gathers fails while the first may run; weights are written at once."""
+    unit = _sharded(nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2, dtype=torch.float64))
+    unit.fsdp_unit.groups[1].unshard = _fail
+    with suppress(_Failure):
+        unit.unshard()
+    weights = list(unit.parameters())
+    _write(weights)
+    return _copies(weights)
+
+
 def written_after_unused_prefetch(_rank: int) -> list[Tensor]:
     """Backward gathers the first unit ahead and does not reach it; weights are written after it."""
     model, _ = _model()
@@ -194,21 +209,28 @@ def saved_and_loaded(_rank: int) -> list[Tensor]:
 
 def _uneven(scale: float) -> tuple[Any, torch.optim.Optimizer]:
     """Return a unit of five and three rows, numbered and scaled, and its optimizer."""
-    layer = nn.Sequential(nn.Linear(WIDTH, 5, bias=False), nn.Linear(5, 3, bias=False))
+    unit = _sharded(nn.Linear(WIDTH, 5, bias=False), nn.Linear(5, 3, bias=False), scale=scale)
+    optimizer = torch.optim.SGD(unit.parameters(), lr=1.0)
+    fsdp_core.fully_shard_optimizer(optimizer)
+    return unit, optimizer
+
+
+def _sharded(*layers: nn.Module, scale: float = 1.0) -> Any:
+    """Return layers with numbered and scaled weights, as one sharded unit."""
+    unit = nn.Sequential(*layers)
     with torch.no_grad():
-        for weight in layer.parameters():
+        for weight in unit.parameters():
             weight.copy_(scale * torch.arange(float(weight.numel())).view_as(weight))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = (fsdp_core.RowAtomic(),)
     with fsdp_core.fully_shard_context("cpu"):
-        fsdp_core.fully_shard(layer, mesh, fsdp_core.Placements((0,), rows, rows, rows))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    fsdp_core.fully_shard_optimizer(optimizer)
-    return layer, optimizer
+        fsdp_core.fully_shard(unit, mesh, fsdp_core.Placements((0,), rows, rows, rows))
+    return unit
 
 
 PROGRAMS = (
     written_after_failure,
+    written_after_broken_gather,
     written_after_unused_prefetch,
     written_after_forward,
     kept_and_written_after_unused_prefetch,

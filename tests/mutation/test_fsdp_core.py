@@ -1,27 +1,15 @@
 """Every synchronisation of fsdp_core is needed: broken, it is found."""
 
-import linecache
 from functools import cache
 
 from fsdp_sim.corpus import load_corpus
 from fsdp_sim.mutation import core_changes, core_functions, core_programs
 from fsdp_sim.mutation.campaign import Campaign, mutate
 from fsdp_sim.mutation.programs import FunctionProgram, Program, SpecProgram
-from fsdp_sim.mutation.site import Site
 from fsdp_sim.mutation.subject import find
 from fsdp_sim.mutation.table import survivor_lines
 
 SUBJECT = find("fsdp_core")
-
-KEPT = {
-    "accelerator.wait_stream(self.current_stream(), self.allgather_stream)": (
-        "reset: a gather that raised half way has no event of its own"
-    ),
-    "with accelerator.on_stream(self._spec.allgather_stream):": (
-        "the first memory of a unit comes from the pool that its gathers use"
-    ),
-}
-"""Lines that no program needs, and why they stay."""
 
 
 @cache
@@ -35,17 +23,11 @@ def campaign() -> Campaign:
     return mutate(SUBJECT, programs, changes=core_changes.changes(), schedules=1)
 
 
-def line_of(site: Site) -> str:
-    """Return the source of a site."""
-    return linecache.getline(str(SUBJECT.root / site.file), site.line).strip()
-
-
 def test_every_broken_synchronisation_is_found() -> None:
-    """What survives is listed above with the reason why it stays."""
+    """No program is clean without it: what is not needed is taken out of the runtime."""
     survivors = campaign().survivors
-    unexpected = [survivor for survivor in survivors if line_of(survivor.site) not in KEPT]
 
-    assert unexpected == [], "\n".join("\n".join(survivor_lines(each)) for each in unexpected)
+    assert survivors == (), "\n".join("\n".join(survivor_lines(each)) for each in survivors)
 
 
 def test_every_known_bug_is_found() -> None:
