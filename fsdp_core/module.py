@@ -187,13 +187,10 @@ class ShardedUnit:
         ]
         self._pairs = [(member.sharded, member.full) for member in self.members]
         self._fulls = [member.full for member in self.members]
-        self._dropped = [
-            (member.full, member.fqn)
-            for group in self.groups
-            if not group.keeps_writes
-            for member in group.members
-        ]
-        self._dropped_versions = [version_of(full) for full, _ in self._dropped]
+        losing = [group for group in self.groups if not group.keeps_writes]
+        self._dropped = [member.full for group in losing for member in group.members]
+        self._dropped_fqns = [member.fqn for group in losing for member in group.members]
+        self._dropped_versions = list(map(version_of, self._dropped))
         self._labels: dict[str, str] = {}
         # State of the weights, and of the modules' registries.
         self._weights: Weights = _RESHARDED
@@ -342,16 +339,11 @@ class ShardedUnit:
         Raises:
             StateError: somebody did.
         """
-        versions = [version_of(full) for full, _ in self._dropped]
+        versions = list(map(version_of, self._dropped))
         if versions == self._dropped_versions:
             return
-        written = [
-            fqn
-            for (_, fqn), before, now in zip(
-                self._dropped, self._dropped_versions, versions, strict=True
-            )
-            if now != before
-        ]
+        each = zip(self._dropped_fqns, self._dropped_versions, versions, strict=True)
+        written = [fqn for fqn, before, now in each if now != before]
         self._dropped_versions = versions
         msg = (
             f"full weights must not be written, got a write of {written} of unit {self.name!r}, "
