@@ -147,6 +147,10 @@ class DeviceMachine(ProcessMachine):
             self.backward.follow()
         return self._current()
 
+    def current_stream_id(self) -> int:
+        """Return the id of the current stream."""
+        return self.stream_id(self.stream)
+
     def select(self, stream: "Stream") -> None:
         """A stream is current now; autograd's own choices are the hardware's already."""
         if patches.current_autograd_node() is None:

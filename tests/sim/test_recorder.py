@@ -19,11 +19,14 @@ from fsdp_sim.errors import ConfigError
 from fsdp_sim.mutation.core_programs import small_programs
 from fsdp_sim.op import Kind, Op
 from fsdp_sim.program import run_program
+from fsdp_sim.recorder import process
 from fsdp_sim.trace import Trace, diff
+from tests.sim import fake_cuda
 from tests.sim.processes import on_gloo
 from tests.system import fsdp2_program
 
 cpu: Any = torch.cpu  # whose stubs promise less than there is inside a recording
+cuda: Any = torch.cuda
 
 Program = Callable[[int], Any]
 
@@ -60,21 +63,31 @@ def messages(rank: int) -> None:
             dist.recv(value, 1 - rank)
 
 
-def streams_and_events(rank: int) -> None:
+def streams_and_events(rank: int, device: Any = cpu) -> None:
     """Every way of ordering streams, and of waiting for them on the host."""
-    side, event = cpu.Stream(), cpu.Event()
-    side.wait_stream(cpu.current_stream())
-    with cpu.stream(side):
+    side, event = device.Stream(), device.Event()
+    device.current_stream().wait_event(event)
+    side.wait_stream(device.current_stream())
+    with side:
         value = torch.ones(2)
         event.record()
     event.wait()
-    cpu.current_stream().wait_event(side.record_event())
-    value.record_stream(cpu.current_stream())
-    assert value.sum().item() == 2
+    device.current_stream().wait_event(side.record_event())
     side.synchronize()
     event.synchronize()
+    assert event.query()
     assert side.query()
-    cpu.synchronize()
+    device.synchronize()
+    assert value.sum().item() == 2
+
+
+def freed_late(rank: int) -> None:
+    """A block that another stream uses last."""
+    value, side = torch.ones(2), cpu.Stream()
+    side.wait_stream(cpu.current_stream())
+    with cpu.stream(side):
+        value.add_(1)
+    value.record_stream(side)
 
 
 def backward_on_two_streams(rank: int) -> None:
@@ -91,6 +104,7 @@ PROGRAMS: dict[str, Program] = {
     "collectives": collectives,
     "messages": messages,
     "streams and events": streams_and_events,
+    "freed late": freed_late,
     "backward on two streams": backward_on_two_streams,
     "FSDP2": fsdp2_program.train,
     **{
@@ -133,6 +147,27 @@ def test_real_processes_and_simulated_ranks_do_the_same_in_the_same_order(tmp_pa
         assert diff(real, simulated, order_only=True) is None, name
         assert real.order_digest == simulated.order_digest
         assert analyse(real.ops, make(CHECKERS), 2).findings == ()
+
+
+def test_streams_of_cuda_are_seen_as_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for torch.cuda whose tensors are on the CPU; its own calls inside are not ops."""
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(process, "DeviceMemory", process.ProcessMemory)
+    with fsdp_sim.record(device="cuda") as recording:
+        streams_and_events(0, cuda)
+    simulated = fsdp_sim.simulate(streams_and_events, 1, trace=True).trace
+
+    assert diff(recording.trace, simulated, order_only=True) is None
+
+
+def test_two_objects_of_one_cuda_stream_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch makes a new object whenever the current stream is asked for."""
+    fake_cuda.install(monkeypatch)
+    with fsdp_sim.record(device="cuda") as recording:
+        cuda.current_stream().record_event()
+        cuda.current_stream().record_event()
+
+    assert [op.stream for op in recording.trace.ops if op.kind is Kind.RECORD_EVENT] == [0, 0]
 
 
 def read_too_early() -> None:
