@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fsdp_sim.corpus import load_corpus
 from fsdp_sim.program.spec import (
+    CallsSpec,
     ContextSpec,
     LayerSpec,
     ModuleSpec,
@@ -95,6 +96,7 @@ def small_programs() -> dict[str, ProgramSpec]:
         "zero3_two_axes": _wide(UnitSpec(), **outer),
         "owners": _owned(),
         "prefetched_by_hand": _program(_driven_by_hand()),
+        "prefetched_and_left": _prefetched_and_left(),
     }
 
 
@@ -102,6 +104,14 @@ def _failing(phase: str) -> StepSpec:
     """Return a step whose pass raises in the second unit, and is recovered from."""
     raises = RaiseSpec("1", phase)  # type: ignore[arg-type]
     return StepSpec((PassSpec(raises=raises),))
+
+
+def _prefetched_and_left() -> ProgramSpec:
+    """Return a program whose last forward has no backward and leaves a prefetch in flight."""
+    model = ModuleSpec(LayerSpec("scale"), ZERO3, (ModuleSpec(LayerSpec(), ZERO3),))
+    forward_only = PassSpec("enabled", calls=(CallsSpec("", ()),))
+    context = ContextSpec(caller_managed_grad_sync=True)
+    return _program(model, steps=(StepSpec((PassSpec(), forward_only)),), context=context)
 
 
 def _driven_by_hand() -> ModuleSpec:
