@@ -21,6 +21,7 @@ from fsdp_sim.program.spec import (
     UnitSpec,
 )
 from fsdp_sim.program.tree import (
+    Unit,
     owning_unit,
     parameter_names,
     parameter_shapes,
@@ -242,7 +243,7 @@ def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     """
     nodes = dict(walk(program.model))
     in_one_piece = all(module.checkpoint != "reentrant" for module in nodes.values())
-    if not in_one_piece or not maybe(draw, 9):
+    if not in_one_piece or not maybe(draw, 15):
         return program
     passes = tuple(replace(one, calls=(), raises=None) for one in program.steps[0].passes)
     step = StepSpec(passes, set_to_none=program.steps[0].set_to_none)
@@ -251,7 +252,7 @@ def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     counts = {
         path: backwards * count
         for unit in units(program)
-        if (count := _trainable_count(program, unit.members))
+        if (count := _trainable_count(program, unit.members)) and not _delays(program, unit)
         for path in unit.paths
     }
     for path, count in counts.items():
@@ -260,6 +261,12 @@ def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
         declared = replace(unit, grad_accumulation_count=count)
         program = replace(program, model=replace_module(program.model, path, unit=declared))
     return replace(program, steps=(step,) * len(program.steps))
+
+
+def _delays(program: ProgramSpec, unit: Unit) -> bool:
+    """Return whether a gradient of the unit comes after the backward."""
+    nodes = dict(walk(program.model))
+    return any((layer := nodes[path].layer) and layer.delayed for path in unit.members)
 
 
 def _trainable_count(program: ProgramSpec, members: tuple[str, ...]) -> int:

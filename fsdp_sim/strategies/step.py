@@ -1,5 +1,6 @@
 """steps: what a program runs, valid by construction for its model."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from fsdp_sim.program.spec import (
     RaiseSpec,
     StepSpec,
 )
-from fsdp_sim.program.tree import parent_path, walk
+from fsdp_sim.program.tree import child_path, walk
 from fsdp_sim.strategies.arguments import Draw, check_range, maybe, number, pick
 
 Phase = Literal["forward", "backward"]
@@ -79,24 +80,28 @@ def steps(
 def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
     """Return the modules whose calls may differ from rank to rank.
 
-    Such a module has no unit below it and no reentrant checkpoint, whose gradients come apart from the
-    others and so end a unit's backward elsewhere. It or a module above it, up to its unit, has a trainable weight
-    that is applied after the calls: the unit then gets a gradient on every rank, whatever was called.
-    A unit without hooks cannot know of it once that weight is frozen, so it has no such modules.
+    Such a module is in a unit with no unit inside, before or behind which its gradients may be complete,
+    and has no reentrant checkpoint below it, whose gradients come apart from the others. It or a module
+    above it, up to its unit, has a trainable weight that is applied after the calls: the unit then gets a
+    gradient on every rank, whatever was called. A unit without hooks cannot know of it once that weight is
+    frozen, so it has no such modules.
     """
-    free = []
-    anchored: dict[str, bool] = {}
-    hooked: dict[str, bool] = {}
+    free: list[str] = []
     for path, module in walk(model):
-        above = anchored[parent_path(path)] if path else False
-        trains = module.layer is not None and module.layer.frozen == "none"
-        anchored[path] = trains if module.unit is not None else above or trains
-        hooked[path] = module.unit.hooks if module.unit else path == "" or hooked[parent_path(path)]
-        below = [child for below_path, child in walk(module) if below_path]
-        fixed = any(child.unit or child.checkpoint == "reentrant" for child in below)
-        if anchored[path] and hooked[path] and module.children and not fixed:
-            free.append(path)
+        encloses = any(below.unit for below_path, below in walk(module) if below_path)
+        if module.unit is not None and module.unit.hooks and not encloses:
+            free += _free_in(module, path, anchored=False)
     return tuple(free)
+
+
+def _free_in(module: ModuleSpec, path: str, *, anchored: bool) -> Iterator[str]:
+    """Yield the free modules of a unit; ``anchored`` says that a weight above is applied after the calls."""
+    anchored = anchored or (module.layer is not None and module.layer.frozen == "none")
+    below = [child for below_path, child in walk(module) if below_path]
+    if below and anchored and all(child.checkpoint != "reentrant" for child in below):
+        yield path
+    for place, child in enumerate(module.children):
+        yield from _free_in(child, child_path(path, place), anchored=anchored)
 
 
 def draw_steps(

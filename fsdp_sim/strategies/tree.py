@@ -14,7 +14,7 @@ from fsdp_sim.program.spec import (
     Output,
     UnitSpec,
 )
-from fsdp_sim.program.tree import walk
+from fsdp_sim.program.tree import replace_module, walk
 from fsdp_sim.strategies.arguments import Draw, check_bounds, check_range, maybe, number, pick
 
 _DEPTH_MAX = 8
@@ -125,7 +125,19 @@ def draw_tree(
     if all(module.layer is None for _, module in walk(tree)):
         layer = _layer(draw, 0, _ROWS_MAX, low_precision=low_precision)
         tree = replace(tree, layer=layer, unit=UnitSpec())
-    return _grouped(draw, tree)
+    return _grouped(draw, _branched(draw, tree, budget))
+
+
+def _branched(draw: Draw, tree: ModuleSpec, budget: _Budget) -> ModuleSpec:
+    """Give the last unit without children two layers to choose from, sometimes: ranks may differ there."""
+    leaves = [path for path, node in walk(tree) if node.unit and node.layer and not node.children]
+    if not leaves or budget.modules < 2 or budget.children_max < 2 or not maybe(draw, 40):
+        return tree
+    layers_below = tuple(
+        ModuleSpec(layer=_layer(draw, 0, _ROWS_MAX, low_precision=budget.low_precision))
+        for _ in range(2)
+    )
+    return replace_module(tree, leaves[-1], children=layers_below)
 
 
 def _node(draw: Draw, depth: int, budget: _Budget, *, is_top: bool, covered: bool) -> ModuleSpec:
