@@ -55,7 +55,8 @@ def report_text(report: "Report", *, replay: str) -> str:
     """
     parts = [finding_text(finding) for finding in (*report.findings, *report.notices)]
     if report.findings:
-        parts.append(f"replay with: {replay}\ndigest: {report.trace.digest}")
+        how = [*map(shorten, report.deviations), f"replay with: {replay}"]
+        parts.append("\n".join([*how, f"digest: {report.trace.digest}"]))
     else:
         parts.append(f"clean: schedule {report.schedule}, digest {report.trace.digest}")
     return "\n\n".join(parts)

@@ -27,7 +27,7 @@ from fsdp_sim.errors import (
 from fsdp_sim.faults import Faults
 from fsdp_sim.isolation import HostState, fresh_thread
 from fsdp_sim.knobs import Knobs
-from fsdp_sim.machine import LOCAL, Machine
+from fsdp_sim.machine import LOCAL, Machine, caller
 from fsdp_sim.meeting import Wire
 from fsdp_sim.scheduler import Recorder, Scheduler
 from fsdp_sim.store import WorldStore
@@ -48,6 +48,7 @@ class Report:
         findings: errors found, in order.
         notices: what is legal but worth knowing.
         schedule: the effective schedule, as ``replay`` takes it.
+        deviations: the first of its deviations from program order, each in words.
         trace: ops (if kept) and digests.
         decisions: how many decisions the run took.
         errors: what ranks raised.
@@ -60,6 +61,7 @@ class Report:
     trace: Trace
     findings: tuple[Finding, ...] = ()
     notices: tuple[Finding, ...] = ()
+    deviations: tuple[str, ...] = ()
     decisions: int = 0
     errors: dict[int, BaseException] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Simulation:
         self.fn = fn
         self.args = args
         self.settings = settings
-        self.recorder = Recorder(settings.scheduler)
+        self.recorder = Recorder(settings.scheduler, caller)
         self.knobs = Knobs.parse(settings.knobs)
         for name in ("cuda", "values"):
             if getattr(self.knobs, name) and settings.audit:
@@ -294,6 +296,7 @@ class Simulation:
             trace=self.trace,
             findings=tuple(f for f in self.analysis.findings if not f.is_notice),
             notices=tuple(f for f in self.analysis.findings if f.is_notice),
+            deviations=tuple(self.recorder.described),
             decisions=world.step,
             errors={rank.index: rank.error for rank in world.ranks if rank.error is not None},
             faults=faults,

@@ -279,7 +279,8 @@ def _is_own(error: BaseException) -> bool:
 def _message(finding: Finding, report: Report) -> str:
     more = len(report.findings) - 1
     others = f"\n  and {more} more finding{'s' if more > 1 else ''}" if more else ""
-    return f"{finding.describe()}{others}\n  replay with: fsdp_sim.replay(fn, {report.schedule!r})"
+    lines = [f"{finding.describe()}{others}", *report.deviations]
+    return "\n  ".join([*lines, f"replay with: fsdp_sim.replay(fn, {report.schedule!r})"])
 
 
 def _with_facts(error: SimulationError, report: Report) -> SimulationError:

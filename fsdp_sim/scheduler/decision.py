@@ -6,8 +6,15 @@ from typing import Protocol
 
 RANK_KINDS = ("start", "issue", "host_wait", "poll", "store", "park", "end")
 """Who runs next.  The options are ranks; ``poll`` is the chance to switch before a poll is answered."""
-YES_NO_KINDS = ("query", "is_completed", "collect", "complete", "fault")
+YES_NO_KINDS = ("query", "is_completed", "collect", "fault")
 """Does it happen now.  The options are (0, 1) and 0 is the default."""
+
+_EVENTS = {
+    "query": "query() on rank {rank}{place} says that the work is done",
+    "is_completed": "is_completed() on rank {rank}{place} says that the work is done",
+    "collect": "garbage is collected on rank {rank}{place}",
+    "fault": "the fault happens on rank {rank}{place}",
+}
 
 
 @dataclass(slots=True)
@@ -32,6 +39,22 @@ class Decision:
     def is_yes_no(self) -> bool:
         """Whether 0 and 1 mean no and yes, and not ranks."""
         return self.kind in YES_NO_KINDS and tuple(self.options) == (0, 1)
+
+    def describe(self, choice: int, source: str | None) -> str:
+        """Return in words what a choice that is not the default means, for people who replay it.
+
+        Args:
+            choice: what was chosen.
+            source: where the running rank's program stands, if it does.
+        """
+        place = f" at {source}" if source else ""
+        if self.is_yes_no:
+            event = _EVENTS[self.kind].format(rank=self.running, place=place)
+            return f"step {self.step}: {event} (in program order it does not)"
+        if self.running is None or self.kind in ("start", "end"):
+            return f"step {self.step}: rank {choice} goes on (program order: rank {self.default})"
+        stands = f"rank {self.running} stands{place or ' still'}"
+        return f"step {self.step}: rank {choice} goes on while {stands} (program order: rank {self.default})"
 
 
 class Scheduler(Protocol):

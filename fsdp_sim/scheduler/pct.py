@@ -6,7 +6,7 @@ from fsdp_sim.scheduler.decision import Decision
 
 DEPTH_DEFAULT = 3
 STEPS_DEFAULT = 1000
-YES_ODDS = {"query": 2, "is_completed": 2, "complete": 2, "collect": 8, "fault": 32}
+YES_ODDS = {"query": 2, "is_completed": 2, "collect": 8, "fault": 32}
 """A yes/no decision says yes once in so many times: faults and collections would drown the rest."""
 
 

@@ -1,7 +1,12 @@
 """Recorder: the effective schedule of a run, whatever policy chose it."""
 
+from collections.abc import Callable
+
 from fsdp_sim.schedule import DEVIATIONS_MAX, Deviation, Schedule
 from fsdp_sim.scheduler.decision import Decision, Scheduler
+
+DESCRIBED_MAX = 8
+"""How many deviations are kept in words: more are no explanation."""
 
 
 class Recorder:
@@ -9,11 +14,15 @@ class Recorder:
 
     Attributes:
         deviations: so far, in rising order of step.
+        described: the first of them in words.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, where: Callable[[], object]) -> None:
+        """Make a recorder; ``where`` returns the source line at which the running rank stands."""
         self.scheduler = scheduler
         self.deviations: list[Deviation] = []
+        self.described: list[str] = []
+        self._where = where
 
     def choose(self, decision: Decision) -> int:
         """Return the scheduler's choice, and keep it if it deviates.
@@ -35,6 +44,9 @@ class Recorder:
                     " lower step_limit, or choose another scheduler"
                 )
             self.deviations.append(Deviation(decision.step, choice))
+            if len(self.described) < DESCRIBED_MAX:
+                source = None if decision.running is None else self._where()
+                self.described.append(decision.describe(choice, source and str(source)))
         return choice
 
     def schedule(self, world_size: int, knobs: tuple[str, ...] = ()) -> Schedule:

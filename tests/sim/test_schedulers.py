@@ -77,13 +77,51 @@ def test_uniform_takes_every_order() -> None:
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 8))
 def test_the_recorded_schedule_replays_the_run(seed: int, ranks: int, length: int) -> None:
     """Whatever policy chose, its deviations alone lead to the same run."""
-    recorder = Recorder(Uniform(seed=seed))
+    recorder = Recorder(Uniform(seed=seed), lambda: None)
     turns = run(recorder, ranks, length)
     replay = Replay(recorder.schedule(ranks), strict=True)
 
     assert run(replay, ranks, length) == turns
     replay.end()
     assert replay.misfit is None
+
+
+@pytest.mark.parametrize(
+    ("decision", "choice", "words"),
+    [
+        (
+            Decision(17, "issue", 0, (0, 2), 0),
+            2,
+            "step 17: rank 2 goes on while rank 0 stands at t.py:5 (program order: rank 0)",
+        ),
+        (
+            Decision(0, "start", None, (0, 1), 0),
+            1,
+            "step 0: rank 1 goes on (program order: rank 0)",
+        ),
+        (
+            Decision(2, "query", 1, (0, 1), 0),
+            1,
+            "step 2: query() on rank 1 at t.py:5 says that the work is done (in program order it does not)",
+        ),
+        (
+            Decision(3, "query", 1, (0, 1), 0),
+            0,
+            None,
+        ),
+    ],
+)
+def test_a_deviation_is_kept_in_words(decision: Decision, choice: int, words: str | None) -> None:
+    """What ran, where the running rank stood, what program order does; the default has no words."""
+
+    class Chosen:
+        def choose(self, _: Decision) -> int:
+            return choice
+
+    recorder = Recorder(Chosen(), lambda: "t.py:5")
+    recorder.choose(decision)
+
+    assert recorder.described == ([] if words is None else [words])
 
 
 def test_the_recorder_refuses_what_is_no_option() -> None:
@@ -94,7 +132,7 @@ def test_the_recorder_refuses_what_is_no_option() -> None:
             return 6 + decision.step
 
     with pytest.raises(ValueError, match=r"one of \[0, 1\] at step 3, got 9 from Wrong$"):
-        Recorder(Wrong()).choose(Decision(3, "issue", 0, (0, 1), 0))
+        Recorder(Wrong(), lambda: None).choose(Decision(3, "issue", 0, (0, 1), 0))
 
 
 def test_pct_makes_one_preemption_per_change_point() -> None:
