@@ -159,7 +159,8 @@ def _follow(path: str, options: dict[str, Any]) -> None:
     """Follow a replay file and say how what came up compares with what it expects."""
     if not Path(path).is_file():
         raise click.UsageError(
-            f"replay takes a schedule and a script, or a replay file, got {path!r} alone"
+            "replay takes a schedule and a script, or a replay file that is there, got "
+            f"{path!r} alone and no such file"
         )
     from fsdp_sim.follow import follow
     from fsdp_sim.replay_file import read, verdict

@@ -46,6 +46,7 @@ def install(undo: patches.Patches, world_size: int) -> None:
     _install_module(undo, patches.NCCL, {"version": lambda: NCCL_VERSION})
     _install_module(undo, torch.accelerator, {**_accelerator(world_size), **functions})
     tensors.install(undo)
+    undo.replace(*patches.MACHINES_DEVICE, lambda: torch.device("cuda"))
     _install_autocast(undo)
     _install_groups(undo)
     _install_files(undo)
