@@ -352,17 +352,17 @@ class FsdpContext:
             raise self.located(StateError(msg))
         return name
 
-    def ensure_finalized(self) -> None:
-        """Check that construction has ended.
+    def ensure_finalized(self, called: nn.Module | None = None) -> None:
+        """Check that construction has ended, before `called` may run.
 
         Raises:
             StateError: the construction scope is still open, or was left by an exception.
         """
         if not self._finalized:
+            what = "one" if called is None else type(called).__name__
             msg = (
                 "a unit must not run inside the construction scope, or after one that raised, got a "
-                "call of it; "
-                "leave `with fully_shard_context()` first"
+                f"call of {what}; leave `with fully_shard_context()` first"
             )
             raise self.located(StateError(msg))
 

@@ -515,7 +515,7 @@ class ShardedUnit:
                 backward waits for delayed gradients.
         """
         context = self.context
-        context.ensure_finalized()
+        context.ensure_finalized(module)
         recomputing = in_graph_task()
         if recomputing:
             context.begin_recomputation(module)

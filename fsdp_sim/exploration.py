@@ -11,7 +11,7 @@ from fsdp_sim.schedule import Deviation, Schedule
 from fsdp_sim.scheduler import Decision, Exhaustive, Scheduler
 from fsdp_sim.simulation import Report
 from fsdp_sim.statistics import Statistics, joined
-from fsdp_sim.verbs import simulate
+from fsdp_sim.verbs import check_options, simulate
 
 PORTFOLIO = ("pct", "uniform")
 SEARCHES = (*PORTFOLIO, "portfolio", "exhaustive")
@@ -121,6 +121,7 @@ def explore(
         Exception: ``strict`` and a schedule failed: what it raised, with the smallest schedule found.
     """
     _check(schedules, seed, scheduler)
+    check_options(options, "explore", "schedules, scheduler, seed, strict, on_schedule")
     options.pop("strict", None)
     search = Exploration()
     failed: tuple[Schedule, BaseException] | None = None

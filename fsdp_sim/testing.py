@@ -9,7 +9,6 @@ The pytest plugin adds to them what the command line says, and which test is run
 it.  Nothing here imports torch before the first ``check``.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -338,6 +337,12 @@ def _portfolio(here: Scope) -> Options:
     return Options(scheduler=PORTFOLIO[here.part % len(PORTFOLIO)]) if here.parts > 1 else Options()
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    from fsdp_sim.verbs import check_options
+
+    check_options(options, "check", "ranks, runs, time_limit", refused=("trace",))
+
+
 def _share(how: Options, here: Scope) -> Options:
     """Return this part's share: seeds of its own, after the run in program order that each part makes."""
     if here.parts == 1:
@@ -346,19 +351,6 @@ def _share(how: Options, here: Scope) -> Options:
     assert how.seed is not None
     others = -(-(how.runs - 1) // here.parts)
     return replace(how, runs=1 + others, seed=how.seed + here.part * others)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuse what ``simulate`` does not know before anything is run."""
-    from fsdp_sim.verbs import simulate
-
-    known = set(inspect.signature(simulate).parameters) - {"fn", "world_size", "strict", "trace"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ConfigError(
-            f"check takes ranks, runs, time_limit and options of simulate ({', '.join(sorted(known))}), "
-            f"got {', '.join(unknown)}"
-        )
 
 
 # ---------------------------------------------------------------------- tracebacks

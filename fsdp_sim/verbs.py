@@ -1,7 +1,7 @@
 """Verbs: simulate and replay a program on simulated ranks."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -169,6 +169,29 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
 # ---------------------------------------------------------------------- checks and outcomes
 
 
+def check_options(
+    options: Mapping[str, Any], caller: str, own: str, refused: tuple[str, ...] = ()
+) -> None:
+    """Refuse options that ``simulate`` does not know, before anything is run.
+
+    Args:
+        options: to be passed to ``simulate``.
+        caller: who passes them on.
+        own: what it takes besides.
+        refused: options of ``simulate`` that it decides itself.
+
+    Raises:
+        ConfigError: one is unknown; names it.
+    """
+    known = set(inspect.signature(simulate).parameters) - {"fn", "world_size", "strict", *refused}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(
+            f"{caller} takes {own} and options of simulate ({', '.join(sorted(known))}), "
+            f"got {', '.join(unknown)}"
+        )
+
+
 def _check_program(fn: Any, world_size: Any, args: Any, step_limit: Any) -> None:
     if Simulation.is_running():
         raise ConfigError("a world must not be started inside a world; call simulate from outside")
@@ -184,6 +207,7 @@ def _check_program(fn: Any, world_size: Any, args: Any, step_limit: Any) -> None
         raise ConfigError(f"world_size must be between 1 and {RANKS_MAX}, got {world_size}")
     if not isinstance(args, (tuple, list)):
         raise ConfigError(f"args must be a tuple, got {args!r}; pass ({args!r},)")
+    _check_call(fn, args)
     check_positive("step_limit", step_limit)
     if Simulation.is_real_group_initialised():
         raise ConfigError(
@@ -196,6 +220,21 @@ def _runs_later(fn: Any) -> bool:
     call = getattr(fn, "__call__", None)  # noqa: B004  an object's own may be a coroutine function
     kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     return any(is_kind(each) for is_kind in kinds for each in (fn, call))
+
+
+def _check_call(fn: Callable[..., Any], args: Iterable[Any]) -> None:
+    """Refuse arguments that ``fn`` cannot take, where that can be known without calling it."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of something that is not written in Python
+        return
+    try:
+        signature.bind(0, *args)
+    except TypeError as error:
+        raise ConfigError(
+            f"fn must take a rank and args, since it is called as fn(rank, *args), got "
+            f"{getattr(fn, '__qualname__', fn)!s}{signature}: {error}"
+        ) from error
 
 
 def _wrong_schema(simulation: Simulation) -> WrongSchema:

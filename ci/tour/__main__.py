@@ -144,7 +144,7 @@ def show_figures(report: fsdp_sim.Report) -> bool:
 
 def show_missing_wait() -> bool:
     """Show that the default schedule finds a missing wait; return whether it did."""
-    console.print(f"$ fsdp-sim run --ranks {bugs.RANKS} {bugs.MISSING_WAIT}")
+    console.print(f"like: fsdp-sim run --ranks {bugs.RANKS} {bugs.MISSING_WAIT}")
     report = bugs.run_in_order(bugs.MISSING_WAIT)
     if report.findings:
         show_report(report, bugs.MISSING_WAIT)
@@ -153,10 +153,10 @@ def show_missing_wait() -> bool:
 
 def show_order_by_query() -> bool:
     """Show what only another schedule finds, and its replay; return whether all is as promised."""
-    console.print(f"$ fsdp-sim run --ranks {bugs.RANKS} {bugs.ORDER_BY_QUERY}")
+    console.print(f"like: fsdp-sim run --ranks {bugs.RANKS} {bugs.ORDER_BY_QUERY}")
     first = bugs.run_in_order(bugs.ORDER_BY_QUERY)
     console.print(f"default schedule {first.schedule}: {len(first.findings) or 'no'} findings")
-    console.print(f"\n$ fsdp-sim explore --ranks {bugs.RANKS} {bugs.ORDER_BY_QUERY}")
+    console.print(f"\nlike: fsdp-sim explore --ranks {bugs.RANKS} {bugs.ORDER_BY_QUERY}")
     found = bugs.explore(bugs.ORDER_BY_QUERY)
     show_report(found, bugs.ORDER_BY_QUERY)
     command = bugs.replay_command(bugs.ORDER_BY_QUERY, found.schedule)

@@ -121,3 +121,16 @@ def test_statistics_read_as_two_lines() -> None:
         "4 schedules, 3 distinct orderings, decisions min 2 mean 4.5 max 8, 25% at the step limit, "
         "1 of 3 probes held\nnever exercised: a, b"
     )
+
+
+def test_an_option_that_nobody_knows_is_refused_before_anything_runs() -> None:
+    """What tests call ``runs`` is ``schedules`` here, and the error lists what there is."""
+    ran: list[int] = []
+
+    with pytest.raises(
+        fsdp_sim.ConfigError,
+        match=r"^explore takes schedules, scheduler, .*step_limit.*, got runs$",
+    ):
+        fsdp_sim.explore(ran.append, 2, runs=3)
+
+    assert ran == []

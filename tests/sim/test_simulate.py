@@ -183,6 +183,10 @@ def test_a_program_that_polls_for_ever_hits_the_step_limit() -> None:
         ({"world_size": 2.0}, "world_size must be an integer, got 2.0"),
         ({"world_size": True}, "world_size must be an integer, got True"),
         ({"fn": 3}, "fn must be callable as fn(rank, *args), got 3"),
+        (
+            {"fn": lambda: None},
+            "got <lambda>(): too many positional arguments",
+        ),
         ({"scheduler": "lifo"}, "scheduler must be one of program_order, uniform, pct"),
         ({"checkers": "races"}, "checkers must be a list, got 'races'; pass ['races']"),
         ({"checkers": ("speed",)}, "checkers must be among races, lifetime"),

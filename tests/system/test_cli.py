@@ -332,7 +332,7 @@ def test_doctor_is_well() -> None:
         ),
         (("replay", "v9;w2", BY_QUERY), "a schedule must be of version 1, got 'v9'"),
         (("replay", "nonsense", BY_QUERY), "a schedule must begin with its version"),
-        (("replay", "v1;w2"), "a schedule and a script, or a replay file, got 'v1;w2' alone"),
+        (("replay", "v1;w2"), "or a replay file that is there, got 'v1;w2' alone and no such file"),
         (("check",), "Missing argument 'FILES...'."),
     ],
 )
