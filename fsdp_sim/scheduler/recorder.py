@@ -46,7 +46,9 @@ class Recorder:
             self.deviations.append(Deviation(decision.step, choice))
             if len(self.described) < DESCRIBED_MAX:
                 source = None if decision.running is None else self._where()
-                self.described.append(decision.describe(choice, source and str(source)))
+                self.described.append(
+                    decision.describe(choice, None if source is None else str(source))
+                )
         return choice
 
     def schedule(self, world_size: int, knobs: tuple[str, ...] = ()) -> Schedule:

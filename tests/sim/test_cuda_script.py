@@ -126,9 +126,11 @@ def test_fsdp2_makes_its_own_mesh_of_gpus() -> None:
     """Without a mesh it takes all ranks, on the accelerator that PyTorch names."""
 
     def train(rank: int) -> str:
-        model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(4, 4).to("cuda"))
+        model = torch.nn.Linear(4, 4).to("cuda")
+        torch.distributed.fsdp.fully_shard(model)
         model(torch.ones(2, 4, device="cuda")).sum().backward()
-        return str(model.weight.grad.device)
+        gradient = model.weight.grad
+        return "none" if gradient is None else str(gradient.device)
 
     assert on_two_gpus(train) == ["cuda:0", "cuda:1"]
 
