@@ -18,7 +18,7 @@ from fsdp_core import device as accelerator
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import Call, FsdpContext
 from fsdp_core.device import Event, Stream
-from fsdp_core.errors import StateError, StateValueError
+from fsdp_core.errors import StateError, StateValueError, UnsupportedError
 from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of, trainable_among
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
@@ -1061,6 +1061,20 @@ def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """
     owners = [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
     complete_groups(living_group(owner) for owner in owners)
+
+
+def refuse_closure(closure: object) -> None:
+    """Check that a step was given no closure: the gradients that it makes would come too late.
+
+    Raises:
+        UnsupportedError: it was given one.
+    """
+    if closure is not None:
+        msg = (
+            "step must be called without a closure, got one, which would run inside the sharded step; "
+            "call it before"
+        )
+        raise UnsupportedError(msg)
 
 
 def complete_groups(groups: Iterable[ParameterGroup]) -> None:

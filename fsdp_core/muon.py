@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from fsdp_core.errors import ConfigError, UnsupportedError
+from fsdp_core.errors import ConfigError
 from fsdp_core.gather_scatter import gather_to_owners, scatter_from_owners
-from fsdp_core.module import complete_gradients
+from fsdp_core.module import complete_gradients, refuse_closure
 from fsdp_core.owner_planning import (
     OwnerPlan,
     assign_owners,
@@ -88,12 +88,7 @@ class FsdpMuon(Muon):
             UnsupportedError: a closure is given: its gradients would come too late.
             StateError: some gradient is still to come.
         """
-        if closure is not None:
-            msg = (
-                "step must be called without a closure, got one, which would run inside the sharded "
-                "step; call it before"
-            )
-            raise UnsupportedError(msg)
+        refuse_closure(closure)
         options = {parameter: group for group in self.param_groups for parameter in group["params"]}
         complete_gradients(options)
         for number, buffer in enumerate(self.buffers):

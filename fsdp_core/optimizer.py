@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.errors import ConfigError, ConfigTypeError, UnsupportedError
-from fsdp_core.module import complete_groups
+from fsdp_core.module import complete_groups, refuse_closure
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.torch_private import local_tensor
 
@@ -161,12 +161,7 @@ class _ShardedOptimizer(Optimizer):
             UnsupportedError: a closure is given: its gradients would come too late.
             StateError: some gradient is still to come.
         """
-        if closure is not None:
-            msg = (
-                "step must be called without a closure, got one, which would run inside the sharded "
-                "step; call it before"
-            )
-            raise UnsupportedError(msg)
+        refuse_closure(closure)
         adapter = self.fsdp_step
         adapter.begin(self)
         try:

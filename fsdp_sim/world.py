@@ -92,18 +92,16 @@ class Rank:
     def poll(self, kind: str) -> None:
         """A look at whether something has happened; one that is repeated lets others go on."""
         self._polls += 1
-        self.reach(kind, yields=self._polls > POLLS_UNTIL_YIELD)
+        self._decide(kind, yields=self._polls > POLLS_UNTIL_YIELD)
 
-    def reach(self, kind: str, *, yields: bool | None = None) -> None:
-        """A point where another rank may be chosen to go on first.
+    def reach(self, kind: str) -> None:
+        """A point where another rank may be chosen to go on first."""
+        self._polls = 0
+        self._decide(kind, yields=False)
 
-        Args:
-            kind: of the decision.
-            yields: of a poll: the default is the next rank, not this one.
-        """
+    def _decide(self, kind: str, *, yields: bool) -> None:
+        """Let the schedule choose who goes on; by default this rank, unless it yields."""
         world = self.world
-        if yields is None:
-            self._polls = 0
         if world.stop_error is not None:
             raise Unwind
         if self.crash is not None:
@@ -111,7 +109,7 @@ class Rank:
         if world.before_switch is not None:
             world.before_switch(self)
         if len(world.runnable) > 1:
-            world.switch(self, world.choose_rank(kind, self.index, yields=bool(yields)))
+            world.switch(self, world.choose_rank(kind, self.index, yields=yields))
 
     def park(self, wait: Wait) -> None:
         """Let others run until ``wake``."""
