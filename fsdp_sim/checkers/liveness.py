@@ -27,7 +27,8 @@ class Liveness:
     Three rules.  A cycle of stream order and communicator order never completes (Deadlock).  Collectives
     of several communicators that nothing orders must be submitted in one order on all ranks (Deadlock):
     NCCL demands it.  Even then they may block each other on a device that cannot run both at once
-    (PossibleDeadlock, a notice); so may opposite orders where a rank has only one of them in flight.
+    (PossibleDeadlock, a notice); so may opposite orders where a rank has only one of them in flight, and
+    groups that share single ranks around a ring, as those of the axes of a mesh do.
     """
 
     kinds = frozenset({Kind.COLLECTIVE})
@@ -37,6 +38,7 @@ class Liveness:
         self._streams = DeviceGraph()
         self._submission = DeviceGraph(is_serial=True)
         self._latest: dict[int, dict[int, dict[Any, Op]]] = {}
+        self._unordered_on: dict[Any, dict[Any, dict[int, None]]] = {}
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
         """Take one issued operation in."""
@@ -99,32 +101,53 @@ class Liveness:
         found = None
         for stream, channels in streams.items():
             for other_channel, other in channels.items():
-                if found is None and other_channel != channel and clock.get(stream, 0) < other.tick:
-                    found = self._may_block(other, op)
+                if other_channel != channel and clock.get(stream, 0) < other.tick:
+                    found = self._may_block(other, op) or found
         streams.setdefault(op.stream, {})[channel] = op
         return found
 
     def _may_block(self, first: Op, second: Op) -> Finding | None:
         assert first.call is not None
         assert second.call is not None
-        shared = set(first.call.group) & set(second.call.group)
-        if (
-            len(shared) < 2
-            or first.call.name in POINT_TO_POINT
-            or second.call.name in POINT_TO_POINT
-        ):
+        if first.call.name in POINT_TO_POINT or second.call.name in POINT_TO_POINT:
             return None
+        shared = set(first.call.group) & set(second.call.group)
+        if len(shared) > 1:
+            why = f"ranks {sorted(shared)} take part in both"
+        else:
+            ring = self._ring(channel_of(first.call), channel_of(second.call), first.rank)
+            if not ring:
+                return None
+            why = f"the same holds around a ring of groups on ranks {ring}"
         return Finding(
             kind="PossibleDeadlock",
             message=(
                 f"rank {first.rank}: nothing orders {_name(first.call)} and {_name(second.call)} on the "
-                f"device, and ranks {sorted(shared)} take part in both: on a device that cannot run both "
-                "at once they may block each other"
+                f"device, and {why}: on a device that cannot run both at once they may block each other"
             ),
             ops=(self._words.site(first), self._words.site(second)),
             detail=("an event or a stream wait between them on every rank orders them",),
             ranks=(first.rank,),
         )
+
+    def _ring(self, one: Any, other: Any, rank: int) -> list[int]:
+        """Note that a rank leaves two communicators unordered; return the ranks of a ring that this closes.
+
+        Each rank of a ring may run first what the next one runs second, and then all wait.
+        """
+        ranks = self._unordered_on.setdefault(one, {}).setdefault(other, {})
+        if rank in ranks:
+            return []
+        ranks[rank] = None
+        self._unordered_on.setdefault(other, {}).setdefault(one, {})[rank] = None
+        came: dict[Any, tuple[int, ...]] = {one: ()}
+        for current in (queue := [one]):
+            for following, through in self._unordered_on[current].items():
+                free = [each for each in through if each != rank and each not in came[current]]
+                if free and following not in came:
+                    came[following] = (*came[current], free[0])
+                    queue.append(following)
+        return sorted((rank, *came[other])) if other in came else []
 
 
 def _name(call: Call) -> str:

@@ -222,17 +222,41 @@ def test_an_event_between_two_communicators_takes_the_notice_away() -> None:
     assert notices(program) == []
 
 
-def test_communicators_that_share_one_rank_cannot_block_each_other() -> None:
-    """As the sharding and the replication groups of a 2-D mesh."""
+def reduce_in(rank: int, *members: list[int], is_ordered: bool = False) -> None:
+    """Reduce in each of these groups that the rank is in, one behind the other or all at once."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    works = []
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            works.append(dist.all_reduce(torch.ones(1), group=group, async_op=True))
+            if is_ordered:
+                works[-1].wait()
+    for work in works:
+        work.wait()
 
-    def program(rank: int) -> None:
-        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        own = [group for group in groups if dist.get_rank(group) >= 0]
-        works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in own]
-        for work in works:
-            work.wait()
 
-    assert notices(program, 4) == []
+GRID = ([0, 1], [2, 3], [0, 2], [1, 3])
+"""The sharding and the replication groups of a 2-D mesh."""
+
+
+def test_groups_that_share_single_ranks_around_a_ring_may_block_each_other() -> None:
+    """0 waits for 1 in a row, 1 for 3 in a column, 3 for 2 in a row, 2 for 0 in a column."""
+    report = fsdp_sim.simulate(lambda rank: reduce_in(rank, *GRID), 4)
+
+    (notice,) = report.notices
+    assert notice.kind == "PossibleDeadlock"
+    assert "a ring of groups on ranks [0, 1, 2, 3]" in notice.message
+
+
+def test_groups_of_a_mesh_in_order_are_clean() -> None:
+    """A rank that finishes its row before its column waits for nobody in a ring."""
+    assert notices(lambda rank: reduce_in(rank, *GRID, is_ordered=True), 4) == []
+
+
+def test_groups_that_share_single_ranks_without_a_ring_cannot_block_each_other() -> None:
+    """Some rank of a chain always has only one of them."""
+    assert notices(lambda rank: reduce_in(rank, [0, 1], [1, 2], [2, 3]), 4) == []
+    assert notices(lambda rank: reduce_in(rank, [0, 1], [0, 2], [0, 3]), 4) == []
 
 
 def test_a_cycle_through_three_groups_is_found() -> None:
