@@ -234,7 +234,8 @@ class Machine:
         self.ranges.append((name, self.annotation))
         if is_label:
             self.annotation = name
-            self.emit(Kind.RANGE_PUSH, name, self.current_stream_id())
+            if self.sees_operators:  # a range of collectives alone is said by their labels
+                self.emit(Kind.RANGE_PUSH, name, self.current_stream_id())
 
     def pop_range(self) -> None:
         """Close the innermost range."""
@@ -242,7 +243,8 @@ class Machine:
             return
         name, outer = self.ranges.pop()
         if name.startswith(ANNOTATION_PREFIXES):
-            self.emit(Kind.RANGE_POP, name, self.current_stream_id())
+            if self.sees_operators:
+                self.emit(Kind.RANGE_POP, name, self.current_stream_id())
             self.annotation = outer
 
     # ------------------------------------------------------------------ waiting
