@@ -257,7 +257,8 @@ def accumulation_of(leaf: Tensor) -> Any:
     Why not `get_gradient_edge`: it makes a view of the leaf, which uneven DTensors refuse.
     Why the output is held: on torch 2.11 its node ends with it.
     """
-    output: Any = _Nothing.apply(leaf)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():  # a reentrant checkpoint runs its forward without gradients
+        output: Any = _Nothing.apply(leaf)  # type: ignore[no-untyped-call]
     return output.grad_fn.next_functions[0][0]
 
 
