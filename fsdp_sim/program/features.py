@@ -148,6 +148,7 @@ EXCLUDED: dict[frozenset[str], str] = {
     frozenset((feature, other)): why
     for feature, others, why in (
         ("ranks differ", ("one rank",), "it takes two"),
+        ("ranks differ", ("reentrant checkpoint",), "the order of reductions would differ too"),
         ("momentum", ("adaptive optimizer",), "it is an option of SGD"),
         (
             "recorded",

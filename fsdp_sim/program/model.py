@@ -78,9 +78,9 @@ class RaiseInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, path: str) -> Tensor:
-        """Return ``x`` itself as a new node of the graph."""
+        """Return a copy of ``x``: a view would leave the unit's output to the node before it."""
         ctx.path = path
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *_grads: Tensor) -> Any:

@@ -80,13 +80,15 @@ def steps(
 def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
     """Return the modules whose calls may differ from rank to rank.
 
-    Such a module is in a unit with no unit inside, before or behind which its gradients may be complete,
-    and has no reentrant checkpoint below it, whose gradients come apart from the others. It or a module
-    above it, up to its unit, has a trainable weight that is applied after the calls: the unit then gets a
-    gradient on every rank, whatever was called. A unit without hooks cannot know of it once that weight is
-    frozen, so it has no such modules.
+    Such a module is in a unit with no unit inside, before or behind which its gradients may be complete.
+    It or a module above it, up to its unit, has a trainable weight that is applied after the calls: the
+    unit then gets a gradient on every rank, whatever was called. A unit without hooks cannot know of it
+    once that weight is frozen, so it has no such modules. There are none at all beside a reentrant
+    checkpoint, which gathers the next unit before the runtime can see that backward has left this one.
     """
     free: list[str] = []
+    if any(module.checkpoint == "reentrant" for _, module in walk(model)):
+        return ()
     for path, module in walk(model):
         encloses = any(below.unit for below_path, below in walk(module) if below_path)
         if module.unit is not None and module.unit.hooks and not encloses:
@@ -97,8 +99,7 @@ def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
 def _free_in(module: ModuleSpec, path: str, *, anchored: bool) -> Iterator[str]:
     """Yield the free modules of a unit; ``anchored`` says that a weight above is applied after the calls."""
     anchored = anchored or (module.layer is not None and module.layer.frozen == "none")
-    below = [child for below_path, child in walk(module) if below_path]
-    if below and anchored and all(child.checkpoint != "reentrant" for child in below):
+    if module.children and anchored:
         yield path
     for place, child in enumerate(module.children):
         yield from _free_in(child, child_path(path, place), anchored=anchored)
