@@ -1,26 +1,17 @@
 """Models whose arithmetic is small, so that a step is host work."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ci.training import Size
+
 VOCABULARY = 128
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model and its batch, all ranks together."""
-
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    length: int
-
-
+# Batches are those of all ranks together.
 SIZES = {
     "toy": Size(layers=4, width=64, heads=4, batch=64, length=4),
     "deep": Size(layers=24, width=128, heads=4, batch=8, length=4),
@@ -59,12 +50,12 @@ class Toy(nn.Module):
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map [batch, length] to [batch * length, vocabulary]."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of [batch, length] tokens."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x).flatten(0, 1))
+        return F.cross_entropy(self.head(self.norm(x).flatten(0, 1)), targets.flatten())
 
 
 def batch(size: Size, world_size: int) -> tuple[Tensor, Tensor]:

@@ -4,35 +4,23 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from ci.bench.models import Toy
-
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(model(tokens), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+from ci.training import Step, plain_step
 
 
 def unsharded(model: Toy) -> Step:
     """No distribution at all."""
-    return _step(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+    return plain_step(model, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
 def ddp(model: Toy) -> Step:
     """Replicated; its backward does not run on the ``fake`` backend."""
     wrapped = nn.parallel.DistributedDataParallel(model)
-    return _step(wrapped, torch.optim.Adam(model.parameters(), lr=1e-3))
+    return plain_step(wrapped, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
 def fsdp2(model: Toy) -> Step:
@@ -43,7 +31,7 @@ def fsdp2(model: Toy) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _step(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+    return plain_step(model, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
 def fsdp_core(model: Toy) -> Step:
@@ -59,7 +47,7 @@ def fsdp_core(model: Toy) -> Step:
         core.fully_shard(model, mesh, placements)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     core.fully_shard_optimizer(optimizer)
-    return _step(model, optimizer)
+    return plain_step(model, optimizer)
 
 
 WAYS: dict[str, Callable[[Toy], Step]] = {

@@ -1,7 +1,6 @@
 """The two models that are timed, and the ways of training them that are compared."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,18 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
+from ci.training import Size, Step, plain_step
+
 VOCABULARY = 50304
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model and its batch."""
-
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    length: int
 
 
 SIZES = {
@@ -73,28 +63,14 @@ class Gpt(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-Step = Callable[[Tensor, Tensor], Tensor]
-
-
 def _adamw(parameters: Sequence[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-
-
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
 
 
 def unsharded_bf16(model: Gpt) -> Step:
     """All in bf16: weights, gradients, optimizer state."""
     model.to(torch.bfloat16)
-    return _plain_step(model, _adamw(list(model.parameters())))
+    return plain_step(model, _adamw(list(model.parameters())))
 
 
 def floor(model: Gpt) -> Step:
@@ -126,7 +102,7 @@ def ddp(model: Gpt) -> Step:
 
     model.to(torch.bfloat16)
     wrapped = DistributedDataParallel(model)
-    return _plain_step(wrapped, _adamw(list(model.parameters())))
+    return plain_step(wrapped, _adamw(list(model.parameters())))
 
 
 def fsdp2(model: Gpt) -> Step:
@@ -138,7 +114,7 @@ def fsdp2(model: Gpt) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _plain_step(model, _adamw(list(model.parameters())))
+    return plain_step(model, _adamw(list(model.parameters())))
 
 
 def fsdp_core_(model: Gpt) -> Step:
@@ -157,7 +133,7 @@ def fsdp_core_(model: Gpt) -> Step:
         fsdp_core.fully_shard(model, mesh, placements, policy)
     optimizer = _adamw(list(model.parameters()))
     fsdp_core.fully_shard_optimizer(optimizer)
-    return _plain_step(model, optimizer)
+    return plain_step(model, optimizer)
 
 
 WAYS: dict[str, Callable[[Gpt], Step]] = {
