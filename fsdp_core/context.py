@@ -21,7 +21,7 @@ from fsdp_core import device as accelerator
 from fsdp_core.agreement import agree_on_events
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.device import Stream
-from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, check_type
+from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError, check_type
 from fsdp_core.execution_order import ExecutionEvent, ExecutionOrder
 from fsdp_core.phase import Phase
 from fsdp_core.runtime_policy import RuntimePolicy
@@ -206,7 +206,8 @@ class FsdpContext:
         check_type("parameter_to_owner", parameter_to_owner or {}, dict)
         check_type("prefetch_order", prefetch_order, PrefetchOrder)
         if policy.use_symmetric_memory:
-            accelerator.check_symmetric_memory(self.device)
+            msg = "use_symmetric_memory is not built, got True; leave it False"
+            raise UnsupportedError(msg)
         self.prefetch_order = prefetch_order
         self._recording = prefetch_order is PrefetchOrder.RECORDED
         self.allgather_stream: Stream = accelerator.new_stream(self.device)

@@ -75,8 +75,6 @@ class DBuffer:
         placements: Sequence[Placement],
         layout: GlobalLayout,
         dtype: torch.dtype,
-        *,
-        symmetric: bool = False,
     ) -> "DBuffer":
         """Allocate an uninitialised buffer on the mesh's device, from the current stream's pool.
 
@@ -85,20 +83,13 @@ class DBuffer:
             placements: one for each mesh axis; a plain `Shard(0)` means `RowAtomic`.
             layout: for as many shards as the mesh has ranks.
             dtype: of the elements.
-            symmetric: allocate from the symmetric-memory pool.
 
         Raises:
             ConfigError: see `check_placements`; placements or layout do not fit the mesh.
         """
         axes, placements = _check_spread(mesh, placements)
         held = layout.get_rank_range(axes.sizes, placements, axes.coordinate)
-        if symmetric:
-            accelerator.check_symmetric_memory(
-                axes.device, equal_shards=layout.has_equal_shard_sizes
-            )
-            flat = accelerator.allocate_symmetric(held.numel, dtype, axes.device)
-        else:
-            flat = accelerator.allocate(held.numel, dtype, axes.device)
+        flat = accelerator.allocate(held.numel, dtype, axes.device)
         return cls(flat, axes, placements, layout)
 
     @classmethod

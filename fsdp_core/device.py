@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.torch_version import TorchVersion
 
-from fsdp_core.errors import ConfigError, StateError
-from fsdp_core.torch_private import cuda_stream_handle, empty_symmetric, profiler_is_enabled
+from fsdp_core.errors import ConfigError
+from fsdp_core.torch_private import cuda_stream_handle, profiler_is_enabled
 
 # A stream and an event are whatever the accelerator's module says they are.
 Stream = Any
@@ -30,7 +29,6 @@ Event = Any
 # one, with two buffers alive in all; more would only raise the peak.
 KEPT_MAX = 1
 
-SYMMETRIC_MEMORY_VERSION_MIN = "2.12"
 ANNOTATION_PREFIX = "fsdp_core::"
 _CPU = torch.device("cpu")
 # CUDA's streams by device and handle. PyTorch takes them from pools that live as long as the process.
@@ -201,37 +199,6 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     with torch.inference_mode(mode=False):
         return torch.empty(numel, dtype=dtype, device=device)
-
-
-def allocate_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a flat tensor that the device's symmetric-memory collectives can use.
-
-    Raises:
-        ConfigError: not a CUDA device, or PyTorch is too old.
-        StateError: inside inference mode.
-    """
-    check_symmetric_memory(device)
-    if torch.is_inference_mode_enabled():
-        msg = "symmetric memory must be allocated outside torch.inference_mode, got a call inside; leave it"
-        raise StateError(msg)
-    return empty_symmetric(numel, dtype, device)
-
-
-def check_symmetric_memory(device: torch.device, *, equal_shards: bool = True) -> None:
-    """Refuse symmetric memory where it cannot work.
-
-    Raises:
-        ConfigError: not a CUDA device, PyTorch below 2.12, or unequal shards.
-    """
-    if device.type != "cuda":
-        msg = f"use_symmetric_memory needs a CUDA device, got {device}; leave it False"
-        raise ConfigError(msg)
-    if TorchVersion(torch.__version__) < SYMMETRIC_MEMORY_VERSION_MIN:
-        msg = f"use_symmetric_memory needs PyTorch 2.12, got {torch.__version__}; leave it False"
-        raise ConfigError(msg)
-    if not equal_shards:
-        msg = "use_symmetric_memory needs equal shards, got unequal ones; leave it False"
-        raise ConfigError(msg)
 
 
 def release(tensor: Tensor) -> None:

@@ -10,8 +10,8 @@ class RuntimePolicy:
     """How a context uses its streams.
 
     Attributes:
-        use_symmetric_memory: take the staging buffers of collectives from the symmetric-memory
-            pool. Needs CUDA, PyTorch 2.12 and equal shards. Never run by this project's tests.
+        use_symmetric_memory: take the staging buffers of collectives from PyTorch's pool of
+            symmetric memory. Not built: a context refuses True.
         overlap_allgather_reduction: all-gathers and reductions have a stream each. False: one
             stream for both, which frees a unit's weights before its reduction buffer is taken
             (a peak of 3 full buffers instead of 4), and overlaps less.

@@ -213,13 +213,6 @@ def cuda_stream_handle(device_index: int) -> int | None:
     return None if ask is None else int(ask(device_index))
 
 
-def empty_symmetric(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate from the symmetric-memory pool (imported when asked for: it needs CUDA)."""
-    from torch.distributed import _symmetric_memory
-
-    return _symmetric_memory.empty(numel, dtype=dtype, device=device)
-
-
 def profiler_is_enabled() -> bool:
     """Whether a profiler listens to `record_function` ranges."""
     return profiler._is_profiler_enabled

@@ -142,12 +142,13 @@ def test_an_argument_of_another_type_is_refused(options: dict[str, Any], message
     assert str(caught.value) == message
 
 
-def test_symmetric_memory_is_refused_on_the_cpu() -> None:
-    """It needs CUDA; the error says to leave it out."""
-    policy = RuntimePolicy(use_symmetric_memory=True)
+def test_symmetric_memory_is_refused_by_name() -> None:
+    """It is not built; nothing that was asked for is left out in silence."""
+    with pytest.raises(ConfigError) as caught:
+        FsdpContext("cpu", RuntimePolicy(use_symmetric_memory=True))
 
-    with pytest.raises(ConfigError, match=r"^use_symmetric_memory needs a CUDA device, got cpu;"):
-        FsdpContext("cpu", policy)
+    assert isinstance(caught.value, NotImplementedError)
+    assert str(caught.value) == "use_symmetric_memory is not built, got True; leave it False"
 
 
 def test_roots_and_names_are_known_from_finalize_on() -> None:

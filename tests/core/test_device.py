@@ -10,7 +10,6 @@ from torch.autograd.profiler import profile
 
 import fsdp_sim
 from fsdp_core import device as accelerator
-from fsdp_core.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -165,14 +164,6 @@ def test_an_annotation_is_seen_by_a_profiler_only() -> None:
 
     names = [event.name for event in profiler.function_events or []]
     assert "fsdp_core::unshard layers.0" in names
-
-
-def test_symmetric_memory_is_refused_where_it_cannot_work() -> None:
-    """On CPU always."""
-    with pytest.raises(ConfigError) as caught:
-        accelerator.allocate_symmetric(4, torch.float32, CPU)
-
-    assert str(caught.value) == "use_symmetric_memory needs a CUDA device, got cpu; leave it False"
 
 
 def test_names_of_the_accelerator_are_looked_up_when_called(
