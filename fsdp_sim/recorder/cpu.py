@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import meshes, patches, shims
+from fsdp_sim import patches, shims
 from fsdp_sim.recorder.process import ProcessMachine
 from fsdp_sim.streams import new_stream
 
@@ -18,7 +18,6 @@ def install(undo: patches.Patches, machine: ProcessMachine) -> None:
     retired = (torch.cpu.Stream, torch.cpu.Event)
     undo.on_exit(lambda: _retire(*retired))
     shims.install_host_reads(undo)
-    meshes.install_unmarked(undo)
     machine.default_stream = new_stream("default")
     machine.select(machine.default_stream)
     machine.stream_id(machine.default_stream)

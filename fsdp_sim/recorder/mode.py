@@ -12,6 +12,7 @@ from fsdp_sim.op import Access, Kind
 from fsdp_sim.process_group import Entry, GroupCall
 from fsdp_sim.recorder.process import ProcessMachine
 from fsdp_sim.tensors import access_of
+from fsdp_sim.work import WorkFuture, join_before_backward_ends
 
 
 class RecordingMode(RankMode):
@@ -75,6 +76,8 @@ def emit_call(machine: ProcessMachine, call: GroupCall) -> None:
         machine.emit(Kind.RECORD_EVENT, "work", stream, other=machine.last_event)
         if machine.functional_depth:
             _promise(machine, call.entries, machine.last_event)
+        elif not machine.is_issuing:
+            _join_for_cpp(machine, machine.last_event)
 
 
 def _accesses(
@@ -105,3 +108,16 @@ def _join(machine: ProcessMachine, tensor: Tensor) -> None:
     record = machine.memory.record_of(tensor)
     for event in machine.functional_events.pop(record.ordinal, ()):
         machine.emit(Kind.WAIT_EVENT, "work.wait", machine.current_stream_id(), other=event)
+
+
+def _join_for_cpp(machine: ProcessMachine, event: int) -> None:
+    """C++ has issued an operation and will wait for it where nobody sees it.
+
+    Inside a backward (DDP's reducer) that is before the backward ends, elsewhere at once.
+    """
+    future = WorkFuture()
+    future.machine, future.events = machine, [event]
+    if patches.current_autograd_node() is None:
+        future.join()
+    else:
+        join_before_backward_ends(machine, future)

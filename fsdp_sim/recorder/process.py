@@ -110,6 +110,7 @@ class ProcessMachine(Machine):
     Attributes:
         last_event: recorded behind the operation that was issued last; None when it was synchronous.
         functional_events: events that ``wait_tensor`` joins, by storage.
+        is_issuing: Python calls a method of a process group; otherwise C++ does, and waits itself.
     """
 
     def __init__(self, rank: int, world_size: int, sink: Callable[[Op], None]) -> None:
@@ -120,6 +121,7 @@ class ProcessMachine(Machine):
         self.communicators = weakref.WeakKeyDictionary()  # type: ignore[assignment]
         self.last_event: int | None = None
         self.functional_events: dict[int, list[int]] = {}
+        self.is_issuing = False
 
 
 class DeviceMachine(ProcessMachine):

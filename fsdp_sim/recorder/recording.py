@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_sim import machine as machines
-from fsdp_sim import patches, shims
+from fsdp_sim import meshes, patches, shims
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.machine import LOCAL
 from fsdp_sim.recorder import cpu, cuda
@@ -94,6 +94,7 @@ def _seen(recording: Recording, device: str) -> Iterator[None]:
             shims.install_backward(undo)
             shims.install_memory(undo)
             shims.install_ranges(undo, enters=True)
+            meshes.install_unmarked(undo)
             if device == "cpu":
                 cpu.install(undo, machine)
             else:

@@ -50,12 +50,12 @@ class Works:
         @functools.wraps(original)
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
             machine = self._machine
-            machine.last_event = None
+            machine.last_event, machine.is_issuing = None, True
             machine.reduction = patches.reduction_of(kwargs.get("opts", args[-1] if args else None))
             try:
                 return self._keep(original(group, *args, **kwargs), is_host=is_host)
             finally:
-                machine.reduction = None
+                machine.reduction, machine.is_issuing = None, False
 
         return issue
 
@@ -74,12 +74,13 @@ class Works:
             machine = self._machine
             communicator = communicator_of(machine, group)
             entries, communicator.batch = communicator.batch or [], None
-            machine.last_event = None
+            machine.last_event, machine.is_issuing = None, True
             if entries:
                 is_async = any(entry.is_async for entry in entries)
                 emit_call(
                     machine, GroupCall(communicator, entries, is_async=is_async, is_batch=True)
                 )
+            machine.is_issuing = False
             return self._keep(original(group, device), is_host=False)
 
         return end

@@ -5,6 +5,8 @@ from typing import Any, Self
 import pytest
 import torch
 
+from fsdp_sim.recorder import process
+
 _CURRENT: list["Stream"] = []
 
 
@@ -77,7 +79,9 @@ class Event:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the stand-in in the place of torch.cuda's names."""
+    """Put the stand-in in the place of torch.cuda's names; the CPU is its device."""
+    monkeypatch.setattr(process, "DeviceMemory", process.ProcessMemory)
+    monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cuda)
     default = Stream(stream_id=0)
     _CURRENT[:] = [default]
     names: dict[str, Any] = {

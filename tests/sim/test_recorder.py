@@ -3,6 +3,7 @@
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from fsdp_sim.errors import ConfigError
 from fsdp_sim.mutation.core_programs import small_programs
 from fsdp_sim.op import Kind, Op
 from fsdp_sim.program import run_program
-from fsdp_sim.recorder import process
 from fsdp_sim.trace import Trace, diff
 from tests.sim import fake_cuda
 from tests.sim.processes import on_gloo
@@ -134,7 +134,8 @@ def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_real_processes_and_simulated_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
@@ -152,10 +153,28 @@ def test_real_processes_and_simulated_ranks_do_the_same_in_the_same_order(tmp_pa
 def test_streams_of_cuda_are_seen_as_simulated_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a stand-in for torch.cuda whose tensors are on the CPU; its own calls inside are not ops."""
     fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(process, "DeviceMemory", process.ProcessMemory)
     with fsdp_sim.record(device="cuda") as recording:
         streams_and_events(0, cuda)
     simulated = fsdp_sim.simulate(streams_and_events, 1, trace=True).trace
+
+    assert diff(recording.trace, simulated, order_only=True) is None
+
+
+def train_on_one_rank(rank: int) -> None:
+    """Train a program of one rank."""
+    run_program(replace(small_programs()["zero3"], mesh=(1,)), torch.device("cpu"))
+
+
+def test_training_on_cuda_is_seen_as_simulated(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gathers, computes and reduces, on the streams that it does so."""
+    with monkeypatch.context() as patched:
+        fake_cuda.install(patched)
+        with fsdp_sim.record(device="cuda") as recording:
+            train_on_one_rank(0)
+    dist.destroy_process_group()
+    simulated = fsdp_sim.simulate(train_on_one_rank, 1, trace=True).trace
 
     assert diff(recording.trace, simulated, order_only=True) is None
 
@@ -168,6 +187,25 @@ def test_two_objects_of_one_cuda_stream_are_one(monkeypatch: pytest.MonkeyPatch)
         cuda.current_stream().record_event()
 
     assert [op.stream for op in recording.trace.ops if op.kind is Kind.RECORD_EVENT] == [0, 0]
+
+
+def train_ddp() -> None:
+    """DDP's C++ issues the reductions and waits for them."""
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+    for weight in model.parameters():
+        assert weight.grad is not None
+        weight.grad.add_(1)
+
+
+def test_what_cpp_waits_for_is_ordered(alone: None) -> None:
+    """DDP is clean, though nobody sees its waits."""
+    with fsdp_sim.record() as recording:
+        train_ddp()
+    ops = recording.trace.ops
+
+    assert sum(op.kind is Kind.COLLECTIVE for op in ops) > 2
+    assert analyse(ops, make(CHECKERS), 1).findings == ()
 
 
 def read_too_early() -> None:
