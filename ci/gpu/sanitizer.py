@@ -9,12 +9,14 @@ from tempfile import TemporaryDirectory
 from torch.cuda import _sanitizer
 
 from ci.gpu.breaking import broken
-from ci.gpu.findings import SUBJECT, Case, all_cases, start, workers
+from ci.gpu.findings import KINDS, SUBJECT, Case, all_cases, start, workers
 from ci.gpu.process import device, has_gpu
 from ci.gpu.programs import kept
 from fsdp_sim.mutation.site import Site
 from fsdp_sim.mutation.subject import find
 from fsdp_sim.program import run_program
+
+RAISED = "raised"
 
 
 def start_sanitized(folder: str) -> None:
@@ -34,7 +36,7 @@ def alarm(name: str, site: Site | None = None) -> str | None:
     except _sanitizer.CUDASanitizerErrors as errors:
         return str(errors.errors[0])[:600]
     except Exception as error:
-        return f"raised {type(error).__name__}: {error}"[:300]
+        return f"{RAISED} {type(error).__name__}: {error}"[:300]
     return None
 
 
@@ -53,13 +55,20 @@ def run(names: Sequence[str] = ()) -> dict[str, object]:
     rows: dict[str, object] = {
         "unbroken programs": len(names),
         "alarms on unbroken programs": {n: text for n, text in clean.items() if text is not None},
-        "broken programs that the simulator flags": len(cases),
-        "flagged by both": sum(text is not None for text in alarms),
-        "flagged by the simulator alone": [
-            f"{case.program}: {case.site}, {case.finding.kind}"
-            for case, text in zip(cases, alarms, strict=True)
-            if text is None
-        ],
+        "broken programs": {kind: _agreement(kind, cases, alarms) for kind in KINDS},
     }
     print(json.dumps(rows, indent=1))
     return rows
+
+
+def _agreement(kind: str, cases: Sequence[Case], alarms: Sequence[str | None]) -> dict[str, object]:
+    """Return how many programs of a kind of finding the sanitizer flags too."""
+    pairs = [(case, text) for case, text in zip(cases, alarms) if case.finding.kind == kind]
+    raised = [text for _, text in pairs if text is not None and text.startswith(RAISED)]
+    alone = [f"{case.program}: {case.site}" for case, text in pairs if text is None]
+    return {
+        "flagged by the simulator": len(pairs),
+        "flagged by both": len(pairs) - len(raised) - len(alone),
+        "raised": raised,
+        "by the simulator alone": alone,
+    }
