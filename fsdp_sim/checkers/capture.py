@@ -25,18 +25,26 @@ class _Step:
     Attributes:
         start: the range that opened it; its stream is the caller's.
         joined: streams that are ordered after the start.
+        earlier: streams that forwards before this one took in, which may be part of the step.
         events: events recorded on them.
         last: stream -> its last op in the step.
         depth: open forward and backward ranges.
+        forwards: open forward ranges.
         has_backward: whether a backward has begun.
     """
 
     start: Op
     joined: set[int]
+    earlier: set[int] = field(default_factory=set)
     events: set[int] = field(default_factory=set)
     last: dict[int, Op] = field(default_factory=dict)
     depth: int = 0
+    forwards: int = 0
     has_backward: bool = False
+
+    def holds(self, stream: int) -> bool:
+        """Whether the capture has reached a stream: from its start, or from what may be its start."""
+        return stream in self.joined or (self.has_backward and stream in self.earlier)
 
     def spread(self, sync: Op) -> None:
         """Carry the capture along an event or a wait."""
@@ -49,6 +57,22 @@ class _Step:
             self.joined.add(sync.stream)
 
 
+@dataclass
+class _Ended:
+    """A step that has completed.
+
+    Attributes:
+        step: the step.
+        findings: what its last completion left out.
+    """
+
+    step: _Step | None
+    findings: tuple[Finding, ...]
+
+
+_NOTHING = _Ended(None, ())
+
+
 class Capture:
     """Follows which streams a capture of the step would have reached.
 
@@ -57,7 +81,9 @@ class Capture:
     one) to the completion, every operator, collective and allocation of the runtime must be on a stream
     that is ordered after the start; and at the completion every stream that it used must be ordered
     before the caller's.  What the program does on streams of its own is its own business.  A second
-    forward before any backward starts anew, for evaluation has no completion.
+    forward before any backward starts anew, for evaluation has no completion; but a backward may go
+    through both, which may be of two contexts, so it may use what either took in.  A completion inside
+    a forward, which computed gradients itself, does not end the step around it.
 
     Clocks do not suffice here: a wait for work that is already known to be done changes no clock, but it
     is what takes a stream into a capture.
@@ -77,6 +103,7 @@ class Capture:
     def __init__(self, words: Words) -> None:
         self._words = words
         self._steps: dict[int, _Step] = {}
+        self._ended: dict[int, _Ended] = {}
         self._syncs: defaultdict[int, list[Op]] = defaultdict(list)
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
@@ -94,13 +121,17 @@ class Capture:
         return ()
 
     def on_end(self) -> Iterable[Finding]:
-        """Return nothing: a step that did not complete is captured by nobody."""
-        return ()
+        """Return what completed steps left out; one that did not complete is captured by nobody."""
+        return tuple(each for ended in self._ended.values() for each in ended.findings)
 
     def _begin(self, op: Op) -> None:
         """Begin a step: behind the last work, so that waits right before the range belong to it."""
         is_backward = op.name.startswith(IN_BACKWARD)
+        before = self._steps.get(op.rank)
         step = _Step(op, {op.stream}, depth=1, has_backward=is_backward)
+        step.forwards = 0 if is_backward else 1
+        if before is not None:
+            step.earlier = before.joined | before.earlier
         for sync in self._syncs[op.rank]:
             step.spread(sync)
         self._steps[op.rank] = step
@@ -110,7 +141,7 @@ class Capture:
         if op.stream == step.start.stream or not _is_runtimes(op):
             return ()
         step.last[op.stream] = op
-        return () if op.stream in step.joined else [self._outside(step, op)]
+        return () if step.holds(op.stream) else [self._outside(step, op)]
 
     def _outside(self, step: _Step, op: Op) -> Finding:
         """An op is on a stream that the capture has not reached."""
@@ -127,26 +158,41 @@ class Capture:
     def _range(self, step: _Step | None, op: Op, clocks: Clocks) -> Iterable[Finding]:
         is_push = op.kind is RANGE_PUSH
         if op.name.startswith(COMPLETION):
-            return () if is_push or step is None else self._complete(step, op, clocks)
+            if not is_push:
+                self._complete(step, op, clocks)
+            return ()
         if not op.name.startswith(COMPUTE):
             return ()
         is_backward = op.name.startswith(IN_BACKWARD)
         is_idle = step is None or (step.depth == 0 and not step.has_backward and not is_backward)
         if is_push and is_idle:
             self._begin(op)
-        elif step is not None:
-            step.depth += 1 if is_push else -1
+            return self._ended.pop(op.rank, _NOTHING).findings
+        if step is not None:
+            change = 1 if is_push else -1
+            step.depth += change
+            step.forwards += 0 if is_backward else change
             step.has_backward = step.has_backward or is_backward
         return ()
 
-    def _complete(self, step: _Step, end: Op, clocks: Clocks) -> list[Finding]:
-        """Every stream that was used must be behind the caller's now."""
-        del self._steps[end.rank]
-        return [
-            self._unjoined(op, end)
-            for stream, op in step.last.items()
-            if not clocks.is_ordered(stream, clocks.of(stream)[stream], end.stream)
-        ]
+    def _complete(self, step: _Step | None, end: Op, clocks: Clocks) -> None:
+        """Every stream that was used must be behind the caller's now, or at another completion.
+
+        Why another: each context of a backward completes its own streams, one after the other.
+        """
+        if step is None:
+            step = self._ended.get(end.rank, _NOTHING).step
+        elif step.forwards:
+            step.has_backward = False
+        else:
+            del self._steps[end.rank]
+        if step is not None:
+            self._ended[end.rank] = _Ended(step, tuple(self._left_out(step, end, clocks)))
+
+    def _left_out(self, step: _Step, end: Op, clocks: Clocks) -> Iterable[Finding]:
+        for stream, op in step.last.items():
+            if not clocks.is_ordered(stream, clocks.of(stream)[stream], end.stream):
+                yield self._unjoined(op, end)
 
     def _unjoined(self, last: Op, end: Op) -> Finding:
         words = self._words

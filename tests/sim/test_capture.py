@@ -154,3 +154,55 @@ def test_a_recomputed_forward_does_not_start_anew() -> None:
     ops.alloc(REDUCE, 8, annotation="fsdp_core::reduce_gradients second")
 
     assert ops.findings("capture") == ()
+
+
+def two_forwards(*, joins_second: bool = True, is_trained: bool = True) -> Ops:
+    """Forwards of two contexts, each with a gathering stream, and one backward through both."""
+    ops = Ops()
+    for stream, unit, joins in ((GATHER, "first", True), (REDUCE, "second", joins_second)):
+        ops.push(f"fsdp_core::forward {unit}")
+        if joins:
+            ops.wait_stream(stream, CALLER)
+        ops.alloc(stream, 7 + stream, annotation=f"fsdp_core::unshard {unit}")
+        ops.pop_range(f"fsdp_core::forward {unit}")
+    if is_trained:
+        ops.push("fsdp_core::backward first")
+    ops.alloc(GATHER, 20, annotation="fsdp_core::unshard first")
+    return ops
+
+
+def test_a_backward_may_use_what_either_of_two_forwards_took_in() -> None:
+    """As where a generator's output goes through a discriminator of a context of its own."""
+    assert names(two_forwards()) == []
+
+
+def test_two_forwards_do_not_stand_in_for_each_other() -> None:
+    """Each must take in what it uses itself, and only a backward may use what both did."""
+    assert names(two_forwards(joins_second=False)) == [("fsdp_core::forward second", "alloc")]
+    assert names(two_forwards(is_trained=False)) == [("fsdp_core::forward second", "alloc")]
+
+
+def test_gradients_inside_a_forward_do_not_end_the_step_around_it() -> None:
+    """As where a model returns the gradient of an energy that its layers compute."""
+    ops = Ops()
+    ops.push("fsdp_core::forward root")
+    ops.wait_stream(GATHER, CALLER)
+    ops.push("fsdp_core::complete")
+    ops.pop_range("fsdp_core::complete")
+    ops.push("fsdp_core::forward inner")
+    ops.alloc(GATHER, 7, annotation="fsdp_core::unshard inner")
+
+    assert ops.findings("capture") == ()
+
+
+def test_each_context_of_a_backward_completes_its_own_streams() -> None:
+    """One after the other: what the first completion leaves, the second brings back."""
+    for joins in (True, False):
+        ops = step(join=False)
+        ops.push("fsdp_core::complete")
+        if joins:
+            ops.wait_stream(CALLER, REDUCE)
+        ops.pop_range("fsdp_core::complete")
+        ops.extend(step())
+
+        assert len(ops.findings("capture")) == (not joins)
