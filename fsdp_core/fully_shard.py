@@ -368,6 +368,12 @@ def _check_parameter(
     if parameter.dim() == 0:
         msg = f"parameter {fqn!r} must have at least one dim, got a scalar; reshape it to (1,)"
         raise ConfigError(msg, fqn=fqn)
+    if 0 in parameter.shape[1:]:
+        msg = (
+            f"parameter {fqn!r} must have rows with elements, got shape {tuple(parameter.shape)}; use "
+            f"a shape of (0,), or leave it out"
+        )
+        raise ConfigError(msg, fqn=fqn)
     if not parameter.dtype.is_floating_point:
         msg = (
             f"parameter {fqn!r} must have a real floating dtype, got {parameter.dtype}; register its "

@@ -4,11 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 import fsdp_sim
 from fsdp_core import Placements, PrefetchOrder, RowAtomic, StateError
+from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Row,
     Training,
@@ -17,6 +18,7 @@ from tests.cases.programs import (
     check_parity,
     fill,
     gathered,
+    linear,
     loss_of,
     ops_by_step,
     reduced,
@@ -113,3 +115,30 @@ def test_a_backward_of_a_backward_has_parity_where_weights_are_kept() -> None:
     check_parity(
         Training(lambda: fill(Row("first")), step, ("first",), options={"placements": kept})
     )
+
+
+class Force(nn.Module):
+    """Adds to its output the gradient of an energy, which its own layers compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A backward inside the forward, then the second layer once more."""
+        position = x.detach().requires_grad_()
+        energy = self.second(self.first(position)).sum()
+        (force,) = torch.autograd.grad(energy, position)
+        y: Tensor = fold(self.second(x)) + fold(force)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_backward_inside_a_forward_completes_and_the_forward_goes_on() -> None:
+    """It enters the layers, whose parameters have gradients of zeros behind it."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number)), rank).backward()
+
+    names = ("first", "second", "")
+    check_parity(Training(lambda: fill(Force()), step, names, steps=2, entered=("first",)))

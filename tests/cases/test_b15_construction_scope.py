@@ -1,6 +1,8 @@
 """B15: units are built inside one explicit scope, and everything they need exists when it ends."""
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp_core
@@ -10,13 +12,17 @@ from fsdp_sim.op import Kind
 from tests.cases.programs import (
     SHARDED,
     Row,
+    Tensors,
+    assert_equal,
     batch,
     begin_step,
     fill,
     linear,
+    local_rows,
     loss_of,
     mesh_of,
     ops_by_step,
+    put_together,
     shard,
 )
 
@@ -130,6 +136,35 @@ def test_a_container_that_nobody_calls_is_refused_by_its_class() -> None:
     for message in fsdp_sim.simulate(program, 2).results:
         assert "needs a forward that gathers them, got a ModuleList" in message
         assert "fully_shard([first, second], ...)" in message
+
+
+def adversarial(rank: int) -> Tensors:
+    """A generator and a discriminator of a context each, trained in turns; the last step's weights."""
+    generator, discriminator = fill(Row("a", "b")), fill(Row("c", "d"))
+    for model in (generator, discriminator):
+        if dist.is_initialized():
+            shard(model, *model.names, "")  # type: ignore[misc]
+    parts = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
+    for number in range(2):
+        for trained in parts.values():
+            ranks = [rank] if dist.is_initialized() else [0, 1]
+            for each in ranks:
+                made = generator(batch(each, number))
+                made = made.detach() if trained is discriminator else made
+                loss_of(discriminator(made), each).backward()
+            for parameter in trained.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= len(ranks)
+            torch.optim.SGD(trained.parameters(), lr=1.0).step()
+            parts.zero_grad()
+    return local_rows(parts)
+
+
+def test_a_backward_may_go_through_two_contexts() -> None:
+    """Each completes its own part, as where a generator is trained through a discriminator."""
+    ranks = fsdp_sim.simulate(adversarial, 2).results
+
+    assert_equal(put_together(ranks), adversarial(0))
 
 
 class Registered(nn.Linear):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_sim
+from fsdp_core import ConfigError
 from fsdp_sim.program.model import fold
 from tests.cases.programs import Training, check_parity, integers, loss_of, shard
 
@@ -71,3 +72,20 @@ def test_any_number_of_rows_on_any_number_of_ranks_has_parity(sizes: tuple[int, 
 def test_five_ranks_have_parity(rows: int) -> None:
     """A sum over five ranks is exact, and both runs divide it by five."""
     check_parity(on_meta(rows, 5))
+
+
+def test_rows_without_elements_are_refused_by_name() -> None:
+    """A shape of (0,) is an empty tensor like any other; rows of nothing cannot be told apart."""
+
+    def program(rank: int) -> str:
+        layers = nn.ModuleDict({"layer": Cube(3)})
+        layers["layer"].weight = nn.Parameter(torch.empty(3, 0))
+        with pytest.raises(ConfigError) as caught:
+            shard(layers, "")
+        return str(caught.value)
+
+    message = (
+        "parameter 'layer.weight' must have rows with elements, got shape (3, 0); use a shape of (0,), "
+        "or leave it out"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
