@@ -210,6 +210,7 @@ class _LocalStep:
         for group, params in zip(optimizer.param_groups, self._public_params, strict=True):
             group["params"] = params
         optimizer.state = self._public_state
+        self._add_states(optimizer)
         for runs in self._runs:
             for run in runs:
                 run.plain.grad = None
@@ -257,6 +258,24 @@ class _LocalStep:
                 if any(part.parameter in public for part in run.parts):
                     self._local_state[run.plain] = _pack_state(run, public)
         self._public_state = public
+
+    def _add_states(self, optimizer: Optimizer) -> None:
+        """Let users see that parameters have a state now, in the order of the groups.
+
+        Why in order: runs differ from rank to rank, and whoever gathers all states in a loop needs
+        the same order everywhere.
+        """
+        new: dict[Tensor, None] = {}
+        for runs in self._runs:
+            for run in runs:
+                if self._local_state.get(run.plain):
+                    new.update((each.parameter, None) for each in run.parts)
+        if all(parameter in self._public_state for parameter in new):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in new:
+                    self._public_state.setdefault(parameter, {})
 
     def _show_state(self, run: _Run) -> None:
         """Let users see a run's state: DTensors over its parts, each made once."""

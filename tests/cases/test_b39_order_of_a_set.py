@@ -1,4 +1,7 @@
-"""B39: no iteration over a set decides the order of collectives."""
+"""B39: the order of collectives is that of no set, and of nothing else that a rank has for itself."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,9 +9,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim import SGD
 
+import fsdp_core
 import fsdp_sim
 from tests.cases.programs import (
+    Row,
     Training,
     batch,
     check_parity,
@@ -18,6 +25,7 @@ from tests.cases.programs import (
     loss_of,
     ops_by_step,
     reduced,
+    shard,
 )
 
 SIZES = (2, 3, 5)
@@ -79,3 +87,40 @@ def test_units_run_in_one_order_wherever_things_lie_in_sets(shuffle: int) -> Non
         (ops,) = ops_by_step(report, rank)
         assert gathered(ops) == ["a", "b", "c", "c", "b", "a"]
         assert reduced(ops) == ["c", "b", "a"]
+
+
+def by_value(model: nn.Module, optimizer: SGD) -> list[torch.Tensor]:
+    """Each state in the order in which the optimizer holds them."""
+    return [state["momentum_buffer"].full_tensor() for state in optimizer.state.values()]
+
+
+def by_pytorch(model: nn.Module, optimizer: SGD) -> list[torch.Tensor]:
+    """Each state by name, whole, as PyTorch's own checkpoints collect them."""
+    whole: Any = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    return [whole["state"][name]["momentum_buffer"] for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("collect", [by_value, by_pytorch])
+def test_states_of_an_optimizer_have_one_order_on_every_rank(
+    collect: Callable[[nn.Module, SGD], list[torch.Tensor]],
+) -> None:
+    """Whatever each rank holds: whoever makes them whole one by one gathers the same on all."""
+
+    def program(rank: int) -> list[torch.Tensor]:
+        model = fill(Row(first=linear(3, 2), second=linear(2, 3)))
+        shard(model, "")
+        optimizer = SGD(model.parameters(), lr=1.0, momentum=0.5)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        step(model, rank, 0)
+        optimizer.step()
+        return collect(model, optimizer)
+
+    model = fill(Row(first=linear(3, 2), second=linear(2, 3)))
+    for rank in range(2):
+        step(model, rank, 0)
+    for wholes in fsdp_sim.simulate(program, 2).results:
+        for whole, parameter in zip(wholes, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(whole, parameter.grad / 2)
