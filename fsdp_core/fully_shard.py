@@ -390,16 +390,18 @@ def _group_members(members: Sequence[Member]) -> list[list[Member]]:
     return list(groups.values())
 
 
-_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+# Weak on both sides: a parametrized module has a class of its own, which holds the module.
+_sharded_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `cls` that is a unit; one for each class, made once.
+    """Return the subclass of `cls` that is a unit; one for each class, as long as it is used.
 
     Raises:
         ConfigTypeError: the class cannot have a subclass.
     """
-    sharded = _sharded_classes.get(cls)
+    made = _sharded_classes.get(cls)
+    sharded = None if made is None else made()
     if sharded is None:
         names = {"__module__": cls.__module__, **guarded_methods(cls)}
         try:
@@ -410,5 +412,5 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
                 f"have one without more ado: {error}; give its __init_subclass__ defaults"
             )
             raise ConfigTypeError(msg) from error
-        _sharded_classes[cls] = sharded
+        _sharded_classes[cls] = weakref.ref(sharded)
     return sharded

@@ -70,6 +70,16 @@ def test_all_device_memory_is_given_back() -> None:
     assert live == {}
 
 
+def test_a_parametrized_model_is_gone_when_garbage_is_collected() -> None:
+    """PyTorch gives it a class of its own, which holds it; nothing else may hold that class."""
+
+    def program(rank: int) -> None:
+        model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+        shard(model, "0", "")
+
+    fsdp_sim.simulate(program, 2)
+
+
 def test_the_simulator_names_what_a_program_leaves_behind() -> None:
     """The check that all programs get: memory that outlives them and that no result holds."""
 
