@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.module import FsdpModule, ShardedUnit
-from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
+from fsdp_core.parameter_group import ParameterGroup, describe_state, living_group, owner_of
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -332,6 +332,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in _held(optimizer, names):
+        describe_state(parameter, optimizer.state.get(parameter, {}))
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 state[f"optimizer.state.{name}.{key}"] = value

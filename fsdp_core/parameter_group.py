@@ -26,6 +26,7 @@ from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_l
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
 from fsdp_core.torch_private import local_tensor, storage_holders, versions_of, wrap_instead
+from fsdp_core.uneven import is_described
 
 DELAYED_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
 """The method by which a module tells that it has put a delayed gradient in place."""
@@ -619,6 +620,21 @@ def owner_of(parameter: Tensor) -> Owner | None:
     """Return which group a parameter belongs to; None for a foreign one."""
     owner: Owner | None = getattr(parameter, _OWNER, None)
     return owner
+
+
+def describe_state(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Note on what an optimizer made of a sharded parameter by itself which rows it holds."""
+    owner = owner_of(parameter)
+    if owner is None:
+        return
+    for value in state.values():
+        if (
+            isinstance(value, DTensor)
+            and value.shape == parameter.shape
+            and not is_described(value)
+        ):
+            group = living_group(owner)
+            group.describe(group.index_of(parameter), value)
 
 
 def living_group(owner: Owner) -> ParameterGroup:

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 
 from fsdp_core.errors import ConfigError
 from fsdp_core.module import complete_groups
-from fsdp_core.parameter_group import Owner, ParameterGroup, owner_of
+from fsdp_core.parameter_group import Owner, ParameterGroup, describe_state, owner_of
 
 
 @cache
@@ -45,9 +45,13 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Note that weights were written: fused and foreach updates move no version counter."""
-    for group in dict.fromkeys(group for _, _, group in _owned(optimizer)):
+    """Note that weights were written: fused and foreach updates move no version counter.
+
+    And which rows the optimizer's state holds, so that it can be made whole and saved.
+    """
+    for parameter, _, group in _owned(optimizer):
         group.mark_written()
+        describe_state(parameter, optimizer.state.get(parameter, {}))
 
 
 def _owned(optimizer: Optimizer) -> Iterator[tuple[Tensor, Owner, ParameterGroup]]:

@@ -8,6 +8,7 @@ and says so to nobody. So each DTensor that is handed out carries its own ways o
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -42,6 +43,11 @@ class _WithoutBackward(torch.autograd.Function):
         raise loss_of_shards(ctx.fqn)
 
 
+def is_described(dtensor: DTensor) -> bool:
+    """Whether a DTensor carries its own ways of becoming whole."""
+    return "full_tensor" in vars(dtensor)
+
+
 def loss_of_shards(fqn: str, unit: str = "") -> UnsupportedError:
     """Say that a loss was computed from a sharded parameter."""
     of_unit = f" of unit {unit!r}" if unit else ""
@@ -50,6 +56,10 @@ def loss_of_shards(fqn: str, unit: str = "") -> UnsupportedError:
         f"{of_unit}; compute its term inside the unit's forward, or use the optimizer's weight_decay"
     )
     return UnsupportedError(msg, fqn=fqn)
+
+
+# Methods of Tensor that make a tensor of the same rows: copies, other dtypes and devices.
+_SAME_ROWS = ("clone", "to", "float", "cpu")
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,8 @@ class Rows:
         dtensor.full_tensor = rows.full_tensor  # type: ignore[method-assign]
         dtensor.redistribute = rows.redistribute  # type: ignore[method-assign]
         dtensor.detach = rows.detach  # type: ignore[method-assign]
+        for name in _SAME_ROWS:
+            setattr(dtensor, name, partial(rows.copied, name))
         dtensor.__reduce_ex__ = rows.reduce  # type: ignore[method-assign]
         if not isinstance(dtensor, nn.Parameter):
             dtensor.__deepcopy__ = rows.deepcopy  # type: ignore[method-assign]
@@ -165,6 +177,18 @@ class Rows:
     def detach(self) -> DTensor:
         """Return the same rows outside autograd, as `Tensor.detach`; state dicts hold these."""
         return replace(self, local=self.local.detach()).as_dtensor()
+
+    def copied(self, method: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what a method of Tensor that keeps all rows returns, with ways of its own.
+
+        Why: averages of weights are made by these.
+        """
+        carrier = None if self.carrier is None else self.carrier()
+        source = self._plain(self.local) if carrier is None else carrier
+        result: Tensor = getattr(Tensor, method)(source, *args, **kwargs)
+        if isinstance(result, DTensor) and result is not carrier:
+            self.attach(result)
+        return result
 
     def deepcopy(self, memo: dict[int, Any]) -> DTensor:
         """Return a copy of the rows, as `copy.deepcopy` asks for."""

@@ -2,11 +2,14 @@
 
 import copy
 import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -117,6 +120,54 @@ def test_what_cannot_be_told_from_uneven_rows_is_refused_by_name() -> None:
     for moved, unfinished in fsdp_sim.simulate(program, 4).results:
         assert moved.startswith("the rows of 'weights.0' can be redistributed to Replicate()")
         assert unfinished.startswith("full_tensor of 'weights.0.grad' needs reduced rows")
+
+
+def averaged(parameter: Tensor) -> Tensor:
+    """An average of weights as it is usually kept: a copy that moves towards the parameter."""
+    return parameter.detach().clone().lerp_(parameter.detach(), 0.5)
+
+
+def in_fp64(parameter: Tensor) -> Tensor:
+    """A copy in another dtype."""
+    return parameter.detach().to(torch.float64)
+
+
+@pytest.mark.parametrize("copy_of", [averaged, in_fp64])
+def test_copies_of_uneven_rows_come_back_whole(
+    copy_of: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    """And are saved whole by PyTorch's own checkpoints, which ask the same question."""
+
+    def program(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = Weights(3, 5, 1)
+        shard(model, "")
+        with torch.no_grad():
+            copies = {name: copy_of(each) for name, each in model.named_parameters()}
+        checkpoint.save(copies, checkpoint_id=tmp_path)
+        loaded = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in copies.items()}
+        checkpoint.load(loaded, checkpoint_id=tmp_path)
+        return wholes(list(copies.values())), list(loaded.values())
+
+    for copies, loaded in fsdp_sim.simulate(program, 2).results:
+        for weight, mine, saved in zip(Weights(3, 5, 1).weights, copies, loaded, strict=True):
+            assert torch.equal(mine, weight.to(mine.dtype))
+            assert torch.equal(saved, weight.to(saved.dtype))
+
+
+def test_states_of_an_optimizer_that_was_not_made_sharded_come_back_whole() -> None:
+    """It makes them itself, from the parameters, at its first step."""
+
+    def program(rank: int) -> list[Tensor]:
+        model = Weights(3, 5)
+        shard(model, "")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        model().backward()
+        optimizer.step()
+        return wholes([optimizer.state[each]["momentum_buffer"] for each in model.parameters()])
+
+    for momenta in fsdp_sim.simulate(program, 2).results:
+        for weight, momentum in zip(Weights(3, 5).weights, momenta, strict=True):
+            assert torch.equal(momentum, 2 * weight)
 
 
 def test_state_dicts_are_copied_and_pickled_as_ever() -> None:

@@ -87,3 +87,30 @@ def test_the_third_step_has_the_bits_of_a_run_that_never_stopped(
     whole = put_together([rows for rows, _ in report.results], mesh=(world_size,))
     assert_equal(whole, uninterrupted())
     assert [steps for _, steps in report.results] == [[3.0]] * world_size
+
+
+@pytest.mark.parametrize("names", [("",), ("0", "1")], ids=["same units", "other units"])
+def test_an_optimizer_that_was_not_made_sharded_resumes_too(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Layers of 3 and 5 rows share a buffer, so that their rows lie unevenly."""
+
+    def pair(*units: str) -> tuple[nn.Module, Optimizer]:
+        model = fill(nn.Sequential(linear(3, 2), linear(ROWS, 3)))
+        if units:
+            shard(model, *units)
+        return model, Adam(model.parameters(), lr=0.1)
+
+    def program(rank: int) -> dict[str, Tensor | None]:
+        model, optimizer = pair("")
+        train(model, optimizer, range(STEPS_BEFORE))
+        fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+        model, optimizer = pair(*names)
+        fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        train(model, optimizer, range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER))
+        return local_rows(model)
+
+    model, optimizer = pair()
+    train(model, optimizer, range(STEPS_BEFORE + STEPS_AFTER))
+    whole = put_together(fsdp_sim.simulate(program, 2).results)
+    assert_equal(whole, {name: each.detach() for name, each in model.named_parameters()})
