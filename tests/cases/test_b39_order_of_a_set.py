@@ -102,25 +102,35 @@ def by_pytorch(model: nn.Module, optimizer: SGD) -> list[torch.Tensor]:
     return [whole["state"][name]["momentum_buffer"] for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("collect", [by_value, by_pytorch])
-def test_states_of_an_optimizer_have_one_order_on_every_rank(
-    collect: Callable[[nn.Module, SGD], list[torch.Tensor]],
-) -> None:
-    """Whatever each rank holds: whoever makes them whole one by one gathers the same on all."""
+Collect = Callable[[nn.Module, SGD], list[torch.Tensor]]
 
-    def program(rank: int) -> list[torch.Tensor]:
-        model = fill(Row(first=linear(3, 2), second=linear(2, 3)))
-        shard(model, "")
-        optimizer = SGD(model.parameters(), lr=1.0, momentum=0.5)
-        fsdp_core.fully_shard_optimizer(optimizer)
-        step(model, rank, 0)
-        optimizer.step()
-        return collect(model, optimizer)
 
-    model = fill(Row(first=linear(3, 2), second=linear(2, 3)))
+def uneven() -> nn.Module:
+    """Two layers, of which each of two ranks holds one."""
+    return fill(Row(first=linear(3, 2), second=linear(2, 3)))
+
+
+def states(rank: int, collect: Collect) -> list[torch.Tensor]:
+    """The momenta behind one step, made whole."""
+    model = uneven()
+    shard(model, "")
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=0.5)
+    fsdp_core.fully_shard_optimizer(optimizer)
+    step(model, rank, 0)
+    optimizer.step()
+    return collect(model, optimizer)
+
+
+def expected_states() -> list[torch.Tensor]:
+    """The mean gradient of two ranks, which is a first momentum."""
+    model = uneven()
     for rank in range(2):
         step(model, rank, 0)
-    for wholes in fsdp_sim.simulate(program, 2).results:
-        for whole, parameter in zip(wholes, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert torch.equal(whole, parameter.grad / 2)
+    return [each.grad / 2 for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("collect", [by_value, by_pytorch])
+def test_states_of_an_optimizer_have_one_order_on_every_rank(collect: Collect) -> None:
+    """Whatever each rank holds: whoever makes them whole one by one gathers the same on all."""
+    for wholes in fsdp_sim.simulate(states, 2, args=(collect,)).results:
+        assert all(map(torch.equal, wholes, expected_states()))

@@ -148,18 +148,20 @@ class InPlace(nn.Module):
         return x.add_(self.layer(x.clone()))
 
 
-@pytest.mark.parametrize("units", [("0", "1", "2", ""), ("0", "1", "2")], ids=["root", "no root"])
-@pytest.mark.filterwarnings("ignore:step 0. unit .* was expected to enter its backward next")
-def test_an_input_that_is_returned_with_other_values_is_an_output(units: tuple[str, ...]) -> None:
-    """It is the same object, but backward has to pass through the unit."""
+def in_place(*units: str) -> Training:
+    """The layer between two others."""
 
     def step(model: nn.Module, rank: int, number: int) -> None:
         loss_of(model(batch(rank, number)), rank).backward()
 
-    def build() -> nn.Module:
-        return fill(nn.Sequential(linear(), InPlace(), linear()))
+    return Training(lambda: fill(nn.Sequential(linear(), InPlace(), linear())), step, units)
 
-    check_parity(Training(build, step, units))
+
+@pytest.mark.parametrize("units", [("0", "1", "2", ""), ("0", "1", "2")], ids=["root", "no root"])
+@pytest.mark.filterwarnings("ignore:step 0. unit .* was expected to enter its backward next")
+def test_an_input_that_is_returned_with_other_values_is_an_output(units: tuple[str, ...]) -> None:
+    """It is the same object, but backward has to pass through the unit."""
+    check_parity(in_place(*units))
 
 
 class Sliced(nn.Module):
@@ -175,8 +177,8 @@ class Sliced(nn.Module):
         return y[:, :2], y[:, 2:]
 
 
-def test_an_output_that_its_reader_writes_in_place_still_leads_backward_to_the_unit() -> None:
-    """PyTorch gives a view that was written another node; the unit's hook must not go with it."""
+def written_view() -> Training:
+    """The layer between two others, its first output written by who reads it."""
 
     def step(model: nn.Module, rank: int, number: int) -> None:
         front, sliced, back = model.children()
@@ -187,4 +189,9 @@ def test_an_output_that_its_reader_writes_in_place_still_leads_backward_to_the_u
     def build() -> nn.Module:
         return fill(nn.Sequential(linear(), Sliced(), linear()))
 
-    check_parity(Training(build, step, ("0", "1", "2")))
+    return Training(build, step, ("0", "1", "2"))
+
+
+def test_an_output_that_its_reader_writes_in_place_still_leads_backward_to_the_unit() -> None:
+    """PyTorch gives a view that was written another node; the unit's hook must not go with it."""
+    check_parity(written_view())
