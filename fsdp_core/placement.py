@@ -106,8 +106,8 @@ class Placements:
         """Check the three lists against the axes, and freeze them as tuples.
 
         Raises:
-            ConfigError: a list has another length than `dp_axes`, or sharded axes that are not
-                the innermost ones.
+            ConfigError: a list has another length than `dp_axes`, sharded axes that are not the
+                innermost ones, or a role that cannot be brought to another one's placement.
             ConfigTypeError: a list holds something other than Replicate, Partial and Shard.
             UnsupportedError: a placement that is not built.
         """
@@ -122,6 +122,8 @@ class Placements:
                 raise ConfigError(msg)
             check_placements(placements, role=f"Placements.{role}")
             object.__setattr__(self, role, placements)
+        for roles in zip(self.parameter, self.gradient, self.optimizer, strict=True):
+            _check_roles(*specialize(roles))
 
     @property
     def kinds(self) -> tuple[Placement, ...]:
@@ -145,6 +147,35 @@ class Placements:
                 f"sub-mesh of the data-parallel axes"
             )
             raise UnsupportedError(msg)
+
+
+def _check_roles(parameter: Placement, gradient: Placement, optimizer: Placement) -> None:
+    """Check that on one axis gradients can reach the optimizer, and its weights the parameters.
+
+    Raises:
+        ConfigError: partial weights, a gradient that is a partial sum, or something sharded that
+            the optimizer does not shard alike.
+    """
+    for role, weights in (("parameter", parameter), ("optimizer", optimizer)):
+        if isinstance(weights, Partial):
+            msg = (
+                f"Placements.{role} must be Replicate or Shard, got {weights!r}; gradients alone "
+                f"can be partial"
+            )
+            raise ConfigError(msg)
+    if isinstance(gradient, Partial) and gradient.reduce_op != "avg":
+        msg = (
+            f"Placements.gradient must be a mean where it is partial, got {gradient!r}; use "
+            f'Partial("avg")'
+        )
+        raise ConfigError(msg)
+    for role, held in (("parameter", parameter), ("gradient", gradient)):
+        if is_sharded(held) and held != optimizer:
+            msg = (
+                f"Placements.optimizer must shard an axis as Placements.{role} does, got "
+                f"{optimizer!r} and {held!r}; use {held!r} for both"
+            )
+            raise ConfigError(msg)
 
 
 def _resolve_axis(axis: int | str, ndim: int, axis_names: Sequence[str] | None) -> int:

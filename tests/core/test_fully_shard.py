@@ -1,6 +1,8 @@
 """fully_shard: every strategy against the unsharded run; what it refuses, changing nothing."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 import fsdp_core
 import fsdp_sim
 from fsdp_core import (
+    BlockAtomic,
     ConfigError,
     FsdpModule,
     MixedPrecisionPolicy,
@@ -115,6 +118,32 @@ def test_every_strategy_trains_as_the_unsharded_model(
     expected = reference(build, 4, 2, microbatches)
     for weights in on_simulated_ranks(body, 4):
         assert_equal(weights, dict(expected))
+
+
+@pytest.mark.parametrize("parameter", [R, S, P, BlockAtomic(2), TensorAtomic()], ids=repr)
+def test_placements_that_are_not_refused_train_as_unsharded(parameter: Placement) -> None:
+    """Whatever the three roles are on one axis: refused when they are said, or the right bits."""
+    kinds = (R, S, P, Partial("sum"), BlockAtomic(2), TensorAtomic())
+    expected = reference(lambda: fill(linear(6, 2)), 2, 1, 1)
+    for gradient, optimizer in itertools.product(kinds, kinds):
+        try:
+            placements = Placements((0,), (parameter,), (gradient,), (optimizer,))
+        except ConfigError:
+            continue
+        step = partial(one_step, placements=placements)
+        for weights in on_simulated_ranks(step, 2):
+            assert_equal(weights, dict(expected))
+
+
+def one_step(rank: int, placements: Placements) -> dict[str, Tensor | None]:
+    """One step of one layer with SGD; the second rank owns it where it stays whole."""
+    model = fill(linear(6, 2))
+    shard(model, "", placements=placements, parameter_to_owner={model.get_parameter("weight"): 1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fsdp_core.fully_shard_optimizer(optimizer)
+    loss_of(model(batch(rank)), rank).backward()
+    optimizer.step()
+    return whole_by_name(model)
 
 
 def whole_by_name(model: nn.Module) -> dict[str, Tensor | None]:

@@ -107,6 +107,57 @@ def test_the_three_lists_must_fit_the_axes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (
+            (AVG, S, S),
+            (
+                f"Placements.parameter must be Replicate or Shard, got {AVG!r}; gradients alone can be "
+                f"partial"
+            ),
+        ),
+        (
+            (R, AVG, AVG),
+            (
+                f"Placements.optimizer must be Replicate or Shard, got {AVG!r}; gradients alone can be "
+                f"partial"
+            ),
+        ),
+        (
+            (R, Partial(), S),
+            (
+                f"Placements.gradient must be a mean where it is partial, got {SUM!r}; use "
+                f'Partial("avg")'
+            ),
+        ),
+        (
+            (Shard(0), AVG, R),
+            (
+                f"Placements.optimizer must shard an axis as Placements.parameter does, got {R!r} and "
+                f"RowAtomic(); use RowAtomic() for both"
+            ),
+        ),
+        (
+            (R, TensorAtomic(), Shard(0)),
+            (
+                "Placements.optimizer must shard an axis as Placements.gradient does, got RowAtomic() "
+                "and TensorAtomic(); use TensorAtomic() for both"
+            ),
+        ),
+    ],
+)
+def test_roles_that_do_not_fit_each_other_are_refused(
+    roles: tuple[Placement, ...], message: str
+) -> None:
+    """On any axis, here the outermost of two; the message says which two roles."""
+    inner = [] if TensorAtomic() in roles else [S]
+    with pytest.raises(ConfigError) as caught:
+        Placements(range(1 + len(inner)), *([role, *inner] for role in roles))
+
+    assert str(caught.value) == message
+
+
 def test_placements_are_frozen_as_tuples() -> None:
     """Lists that the caller changes later change nothing."""
     parameter: list[Placement] = [R]
