@@ -138,7 +138,7 @@ def test_a_collective_outside_the_ranks_is_refused() -> None:
         with ThreadPoolExecutor() as threads:
             threads.submit(dist.all_reduce, torch.ones(1)).result()
 
-    with pytest.raises(RuntimeError, match="must be called by a rank's own program"):
+    with pytest.raises(fsdp_sim.UnseenThread, match="must be used on the rank's own thread"):
         fsdp_sim.simulate(program, 1, knobs=VALUES)
 
 
