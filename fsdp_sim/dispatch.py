@@ -289,7 +289,7 @@ def _run_empty(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs:
     like = [memory.find(tensor) for tensor, _ in operands(operator, args, kwargs)]
     out = func(*args, **kwargs)
     memory.born(out, is_host=bool(like) and all(each is None or each.is_host for each in like))
-    if out.dtype is not torch.bool and patches.is_on_cpu(out):
+    if out.dtype is not torch.bool and memory.is_seen(out):
         memory.poison(out.untyped_storage())
     return out
 
@@ -352,8 +352,9 @@ def run_on_stream(
             if record is not None and record not in records:
                 records.append(record)
                 accesses.append(access_of(tensor, record.ordinal, write=True))
-    stream = machine.current_stream_id()
-    machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses), source=source)
+    if accesses:  # else it is about tensors without memory
+        stream = machine.current_stream_id()
+        machine.emit(Kind.ATEN, operator.name, stream, tuple(accesses), source=source)
     return out
 
 

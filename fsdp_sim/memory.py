@@ -123,7 +123,7 @@ class Memory:
 
     def is_seen(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is of a device that takes part in ops."""
-        return patches.is_on_cpu(tensor)
+        return patches.is_on_cpu(tensor) and tensor.__class__ is not patches.FakeTensor
 
     def known(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """Return the record of a storage if there is one."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fsdp_sim
 from fsdp_sim.op import Kind
@@ -171,3 +172,19 @@ def test_a_cast_under_inference_mode_waits_for_the_values_of_a_collective() -> N
             return x.to(torch.float64).tolist()
 
     assert fsdp_sim.simulate(program, 2, poison=True).results == [[2.0, 2.0]] * 2
+
+
+# ---------------------------------------------------------------------- tensors without memory
+
+
+def test_fake_and_meta_tensors_do_no_work_on_a_device() -> None:
+    """They have shapes alone; PyTorch uses them beside real ones, as DTensor does."""
+
+    def program() -> tuple[int, ...]:
+        with FakeTensorMode():
+            fake = torch.ones(2, 3) @ torch.ones(3, 4)
+        meta = torch.ones(2, 3, device="meta") + 1
+        return (*fake.shape, *meta.shape)
+
+    assert on_one_rank(program) == (2, 4, 2, 3)
+    assert not any(op.accesses for op in ops_of(program))
