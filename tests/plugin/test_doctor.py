@@ -30,7 +30,7 @@ def test_a_package_with_kernels_of_its_own_is_named(monkeypatch: pytest.MonkeyPa
     """Its work would not be seen, and nothing else would say so."""
     monkeypatch.setattr(doctor, "OWN_KERNELS", ("click", "no-such-package"))
 
-    (line,) = doctor.blind_spots()
+    (line,) = (each for each in doctor.blind_spots() if not each.startswith("CUDA is there"))
 
     assert line.startswith("click ")
     assert line.endswith("bypass PyTorch's dispatcher, so what they read and write is not seen")

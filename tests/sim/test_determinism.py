@@ -144,6 +144,20 @@ def test_recheck_notices_ops_that_differ_though_no_decision_does() -> None:
         fsdp_sim.simulate(program, 2, recheck=True, trace=True)
 
 
+def test_a_search_checks_one_run_in_twenty() -> None:
+    """A program that keeps state is noticed, though every run of it is clean."""
+
+    def search(schedules: int) -> Any:
+        runs = itertools.count(1)
+        return fsdp_sim.explore(lambda rank: torch.ones(next(runs)), 1, schedules=schedules)
+
+    assert search(19).failure is None
+    with pytest.raises(
+        fsdp_sim.Nondeterminism, match=r"^two runs of one schedule must be the same"
+    ):
+        search(20)
+
+
 def test_recheck_raises_what_the_first_run_found() -> None:
     """A failure that comes up twice is the failure, not nondeterminism."""
     with pytest.raises(fsdp_sim.CollectiveMismatch):

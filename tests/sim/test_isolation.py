@@ -3,10 +3,13 @@
 import contextlib
 import contextvars
 import ctypes
+import gc
 import io
+import logging
 import os
 import random  # noqa: TID251  its state is what is tested
 import sys
+import threading  # noqa: TID251  what a world does to threads is tested
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_sim
+from fsdp_sim import patches
 from tests.sim.litmus import on_one_rank
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
@@ -321,3 +326,47 @@ def test_meshes_of_other_ranks_and_worlds_are_not_mixed_up() -> None:
         results = fsdp_sim.simulate(gather_over_mesh, 4, args=(first,)).results
 
         assert results == [(True, expected)] * 4
+
+
+# ---------------------------------------------------------------------- switches of the process
+
+SWITCHES: dict[str, Callable[[], Any]] = {
+    "garbage collection": gc.isenabled,
+    "frozen garbage": gc.get_freeze_count,
+    "dispatch modes": patches.get_dispatch_flags,
+    "a profiler listens": lambda: torch.autograd.profiler._is_profiler_enabled,
+    "exception hook": lambda: sys.excepthook,
+    "end of the process": lambda: os._exit,
+    "threads": lambda: threading.Thread.start,
+    "locks of handlers": lambda: "lock" in vars(logging.Handler),
+    "streams": lambda: (torch.cpu.Stream, torch.cpu.current_stream, torch.Stream),
+    "CUDA": lambda: (torch.cuda.is_available, torch.cuda._lazy_init),
+    "process groups": lambda: (torch.distributed.is_initialized(), distributed_c10d._world),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("ends", ["well", "in an error", "in a finding"])
+def test_what_a_world_switches_for_the_process_is_as_before_afterwards(
+    name: str, ends: str
+) -> None:
+    """However the world ends, and in whichever order its ranks leave their modes."""
+    look = SWITCHES[name]
+    before = look()
+
+    def program(rank: int) -> None:
+        if rank == 1 and ends == "in an error":
+            raise ValueError("an error of the program")
+        if rank == 0 or ends == "well":
+            dist.barrier()
+
+    with contextlib.suppress(ValueError, fsdp_sim.Deadlock):
+        fsdp_sim.simulate(program, 2)
+
+    assert look() == before
+
+
+def test_garbage_is_collected_where_the_world_says_alone() -> None:
+    """Python's own collector would run at other points in another process."""
+    assert gc.isenabled()
+    assert fsdp_sim.simulate(lambda rank: gc.isenabled(), 2).results == [False, False]
