@@ -1,9 +1,11 @@
-"""What a failed test shows and leaves behind: a block of three lines, a replay file and a timeline."""
+"""What a failed test shows and leaves behind: a block of three lines, a replay file, a timeline and a picture."""
 
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +74,7 @@ def failure_block(error: BaseException, folder: Path, root: Path, *, last_ops: i
         f"smallest: {replay_file.schedule}{_search_size(error)}{_drawn(place)}",
         f"replay with: {command(replay_file, str(shown))}",
     ]
-    lines += _timeline(error, place, own)
+    lines += _draw(error, place, own)
     if last_ops:
         lines += ["last operations:", *_last_operations(error, last_ops)]
     return "\n".join(lines)
@@ -119,17 +121,25 @@ def _drawn(place: "Failure") -> str:
     return f"  {text}"
 
 
-def _timeline(error: BaseException, place: "Failure", own: Path) -> list[str]:
+def _draw(error: BaseException, place: "Failure", own: Path) -> list[str]:
     """Run the failure once more to keep all its operations; a second run that differs is worth a line."""
+    from fsdp_sim.finding_picture import draw_finding
+
     trace: Any
     try:
         options = {**place.options, "args": place.args, "trace": True, "strict": False}
-        trace = replay(place.fn, str(error.schedule), **options).trace  # type: ignore[attr-defined]
+        with (
+            redirect_stdout(StringIO()),
+            redirect_stderr(StringIO()),
+        ):  # it was shown the first time
+            trace = replay(place.fn, str(error.schedule), **options).trace  # type: ignore[attr-defined]
     except Exception as again:
         trace = getattr(again, "trace", None)
     if trace is None or trace.digest != error.trace.digest:  # type: ignore[attr-defined]
         return [ANOTHER_RUN]
     trace.to_chrome(own / "timeline.json")
+    for finding in error.report.findings[:1]:  # type: ignore[attr-defined]
+        draw_finding(trace.ops, finding, trace.world_size, own / "picture.svg")
     return []
 
 

@@ -22,6 +22,7 @@ def shorten(text: str) -> str:
 
 def source_line(source: Source) -> str:
     """Return ``file:line  code``; without the code where the file cannot be read."""
+    linecache.checkcache(source.file)  # it may have been edited since it was last shown
     code = linecache.getline(source.file, source.line).strip()
     return f"{shorten(source.file)}:{source.line}" + (f"  {code}" if code else "")
 

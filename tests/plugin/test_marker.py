@@ -76,14 +76,15 @@ def test_a_race_fails_the_test_with_three_lines(pytester: pytest.Pytester) -> No
     )
 
 
-def test_a_failure_leaves_a_replay_file_and_a_timeline(pytester: pytest.Pytester) -> None:
-    """Both lie in a folder of the test, which git ignores."""
+def test_a_failure_leaves_a_replay_file_a_timeline_and_a_picture(pytester: pytest.Pytester) -> None:
+    """They lie in a folder of the test, which git ignores."""
     run(pytester, RACE)
 
     folder = pytester.path / ".fsdp_sim"
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     assert names == [
         ".gitignore",
+        "test_it.py-test_sum/picture.svg",
         "test_it.py-test_sum/replay.json",
         "test_it.py-test_sum/timeline.json",
     ]
