@@ -11,7 +11,7 @@ README = ROOT / "README.md"
 OPENING, CLOSING = "<!-- tree: ci/tree.py writes this -->\n```\n", "```\n<!-- end of tree -->\n"
 COLUMN = 30
 # Folders with many files of one kind have one line for all.
-ONE_LINE_FOLDERS = ("fsdp_sim/corpus", "tests")
+ONE_LINE_FOLDERS = ("docs/pictures", "fsdp_sim/corpus", "tests")
 # Files that cannot describe themselves in a docstring.
 LINES = {
     ".ci/run": "what continuous integration calls: ci/test",
@@ -24,6 +24,7 @@ LINES = {
     "ci/nightly": "search for programs that fail, by time or number",
     "ci/setup.sh": "the virtual environment of these commands, made or reused",
     "ci/test": "second command: every check",
+    "docs/pictures/": "pictures of the pages, as their commands draw them",
     "fsdp_sim/corpus/": "programs that once failed, replayed by the tests",
     "pyproject.toml": "packaging, and the settings of every tool",
     "tests/": "tests/README.md says which test goes where",

@@ -32,8 +32,7 @@ def test_a_page_says_what_its_commands_print(name: str, pytester: pytest.Pyteste
     drawn: list[set[str]] = []
     for command, printed in run_page(DOCS / name, pytester.path, lambda line: run(pytester, line)):
         assert agree(command.output, printed), f"{command.line}\n{printed}"
-        for picture in pytester.path.rglob("*.svg"):
-            drawn.append(words_of(picture))
+        drawn += [words_of(picture) for picture in pytester.path.rglob("*.svg")]
 
     pictures = PICTURE.findall((DOCS / name).read_text())
     assert pictures
