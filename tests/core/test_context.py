@@ -386,6 +386,22 @@ def test_counters_count_what_was_done() -> None:
     assert first.peak_full_nbytes == 2 * 4 * 4
 
 
+def test_bytes_of_full_weights_are_counted_while_they_exist() -> None:
+    """From a unit's gather to its end; the highest value stays."""
+
+    def body(_rank: int) -> list[tuple[int, int]]:
+        stats = shard(model := fill(Row("a", "b")), "a", "b", "").stats
+        seen = []
+        for verb in ("unshard", "reshard"):
+            for name in ("a", "b"):
+                getattr(model.get_submodule(name), verb)()
+                seen.append((stats.full_nbytes, stats.peak_full_nbytes))
+        return seen
+
+    # A unit has 4 fp32 weights.
+    assert on_simulated_ranks(body, 2) == [[(16, 16), (32, 32), (16, 32), (0, 32)]] * 2
+
+
 def test_without_a_budget_every_gather_is_on_demand() -> None:
     """A budget of 0 issues none early."""
     policy = SchedulePolicy(forward_prefetch_size=0, backward_prefetch_size=0)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+import fsdp_core
 import fsdp_sim
 from fsdp_core import FsdpModule, MixedPrecisionPolicy, Placements, RuntimePolicy
 from fsdp_core.parameter_group import ParameterGroup
@@ -235,3 +236,54 @@ def test_forward_has_the_current_and_the_prefetched_unit_at_most() -> None:
         return seen
 
     assert on_simulated_ranks(body, 2) == [[2 * 16] * 3] * 2
+
+
+LAYERS = 16
+
+
+def peak_nbytes(placements: Placements | None) -> int:
+    """Return the most bytes a rank has at a time in two AdamW steps; unsharded without placements."""
+    width = 32
+
+    def body(_rank: int) -> None:
+        model = nn.Sequential(*(linear(width, width) for _ in range(LAYERS)))
+        if placements is not None:
+            shard(model, *(str(number) for number in range(LAYERS)), "", placements=placements)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if placements is not None:
+            fsdp_core.fully_shard_optimizer(optimizer)
+        for _ in range(2):
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = fsdp_sim.simulate(body, 2, trace=True, checkers=())
+    checker = analyse(report.trace.all_ops(), make_checkers(("memory_peak",)), 2).checker(
+        MemoryPeak
+    )
+    assert checker is not None
+    return checker.peaks(0).requested
+
+
+def test_each_stage_of_sixteen_layers_peaks_below_the_one_before() -> None:
+    """And the first below the unsharded model, the weights at the start included."""
+    peaks = [peak_nbytes(placements) for placements in (ZERO_3, ZERO_2, ZERO_1, None)]
+
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == len(peaks)
+
+
+def test_an_optimizer_has_no_more_state_than_shards_of_it() -> None:
+    """Adam has two tensors like each shard, beside counters of one element."""
+
+    def body(rank: int) -> list[int]:
+        shard(model := fill(linear(8, 2)), "", placements=ZERO_1)
+        optimizer = fsdp_core.fully_shard_optimizer(torch.optim.Adam(model.parameters()))
+        loss_of(model(batch(rank)), rank).backward()
+        optimizer.step()
+        (state,) = optimizer.state.values()
+        values = [v.to_local() if isinstance(v, DTensor) else v for v in state.values()]
+        return sorted(value.untyped_storage().nbytes() for value in values)
+
+    # 8 rows of 2 over 2 ranks in fp32.
+    assert on_simulated_ranks(body, 2) == [[4, 32, 32]] * 2

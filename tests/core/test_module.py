@@ -1,6 +1,7 @@
 """Units: one countdown, phases, hand-driven units, units of several modules, delayed gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fsdp_core import (
     SchedulePolicy,
     StateError,
 )
-from fsdp_sim.op import Kind
+from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     STEP,
     Row,
@@ -500,6 +501,47 @@ def test_ranges_are_nested_and_balanced() -> None:
             depth += {Kind.RANGE_PUSH: 1, Kind.RANGE_POP: -1}.get(op.kind, 0)
             assert depth >= 0
     assert depth == 0
+
+
+def ranges(step: Callable[[nn.Module, int, int], None], *units: str, model: nn.Module) -> list[Op]:
+    """The ranges of rank 0 in one step, opened or closed."""
+    ops = ops_by_step(check_parity(Training(lambda: deepcopy(model), step, units)))[0]
+    return [op for op in ops if op.kind in (Kind.RANGE_PUSH, Kind.RANGE_POP)]
+
+
+def assert_balanced(ops: Sequence[Op], label: str) -> None:
+    """A range is opened, and closed as often."""
+    pushes = [op for op in ops if op.name == label and op.kind is Kind.RANGE_PUSH]
+    pops = [op for op in ops if op.name == label and op.kind is Kind.RANGE_POP]
+    assert len(pushes) == len(pops) == 1
+
+
+def test_a_frozen_unit_whose_input_wants_a_gradient_has_one_range_backward() -> None:
+    """It closes though no gradient of its own tells when."""
+    model = fill(Row("a", "b"))
+    model.get_parameter("b.weight").requires_grad = False
+
+    assert_balanced(ranges(step, "a", "b", "", model=model), "fsdp_core::backward b")
+
+
+def test_a_frozen_first_layer_has_no_range_backward() -> None:
+    """Backward never reaches it."""
+    model = fill(Row("a", "b"))
+    model.get_parameter("a.weight").requires_grad = False
+    ops = ranges(step, "a", "b", "", model=model)
+
+    assert_balanced(ops, "fsdp_core::forward a")
+    assert "a" not in entered(ops, "backward")
+
+
+def test_a_tied_weight_does_not_open_a_second_range() -> None:
+    """Its unit is entered once, whatever uses it."""
+    model = fill(Row("a", "b"))
+    model.get_submodule("b").register_parameter("weight", model.get_parameter("a.weight"))
+    ops = ranges(step, "", model=model)
+
+    assert_balanced(ops, "fsdp_core::forward <root>")
+    assert_balanced(ops, "fsdp_core::backward <root>")
 
 
 def test_weights_may_be_kept_from_forward_to_backward() -> None:
