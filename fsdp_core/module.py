@@ -19,7 +19,13 @@ from fsdp_core.collectives import MeshAxes
 from fsdp_core.context import Call, FsdpContext
 from fsdp_core.device import Event, Stream
 from fsdp_core.errors import StateError, StateValueError, UnsupportedError
-from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of, trainable_among
+from fsdp_core.parameter_group import (
+    ParameterGroup,
+    living_group,
+    owner_of,
+    trainable_among,
+    without_model,
+)
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import (
@@ -1079,8 +1085,13 @@ def refuse_closure(closure: object) -> None:
 
 def complete_groups(groups: Iterable[ParameterGroup]) -> None:
     """Check that the gradients of parameter groups are complete; see `complete_gradients`."""
-    for unit in dict.fromkeys(group.unit() for group in groups):
-        assert isinstance(unit, ShardedUnit)
+    units: dict[ShardedUnit, None] = {}
+    for group in groups:
+        unit = group.unit()
+        if not isinstance(unit, ShardedUnit):
+            raise without_model(group.members[0].fqn)
+        units[unit] = None
+    for unit in units:
         unit.check_complete()
         unit.await_gather()
         if unit.context.has_unwaited_reductions:

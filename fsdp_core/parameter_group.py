@@ -645,9 +645,14 @@ def living_group(owner: Owner) -> ParameterGroup:
     """
     group = owner.group()
     if group is None:
-        msg = (
-            f"the model of parameter {owner.fqn!r} must be alive, got one that was deleted; keep a "
-            f"reference to it, or build another optimizer"
-        )
-        raise StateError(msg, fqn=owner.fqn)
+        raise without_model(owner.fqn)
     return group
+
+
+def without_model(fqn: str) -> StateError:
+    """Say that the model of a parameter was deleted."""
+    msg = (
+        f"the model of parameter {fqn!r} must be alive, got one that was deleted; keep a reference "
+        f"to it, or build another optimizer"
+    )
+    return StateError(msg, fqn=fqn)

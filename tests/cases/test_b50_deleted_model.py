@@ -10,7 +10,7 @@ from torch import nn
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import FsdpContext, FsdpModule
+from fsdp_core import FsdpContext, FsdpModule, StateError
 from fsdp_sim.op import Kind
 from tests.cases.programs import Row, batch, fill, loss_of, shard, units_in
 
@@ -68,6 +68,23 @@ def test_all_device_memory_is_given_back() -> None:
         elif op.kind is Kind.FREE:
             del live[op.rank, op.other]
     assert live == {}
+
+
+def test_an_optimizer_that_outlives_its_model_says_so_at_its_step() -> None:
+    """With a parameter's name; its weights are used by nobody any more."""
+
+    def program(rank: int) -> str:
+        model, optimizer, _ = trained()
+        del model
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    message = (
+        "the model of parameter 'weight' must be alive, got one that was deleted; keep a reference "
+        "to it, or build another optimizer"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
 
 
 def test_a_parametrized_model_is_gone_when_garbage_is_collected() -> None:
