@@ -1,5 +1,6 @@
 """B52: a step that raised can be made again, and one that raised on one rank is told to the others."""
 
+import re
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_sim
-from fsdp_core import FsdpModule
+from fsdp_core import FsdpModule, StateError
 from tests.cases.programs import (
     Row,
     Training,
@@ -28,6 +29,10 @@ NAMES = ("A", "B", "C")
 
 class OutOfMemory(Exception):
     """What a user catches."""
+
+
+class Interrupt(BaseException):
+    """What a key press raises."""
 
 
 class _Failing(torch.autograd.Function):
@@ -53,6 +58,8 @@ class Fragile(nn.Module):
         y = x @ self.weight
         if self.raises_in == "forward":
             raise OutOfMemory
+        if self.raises_in == "interrupt":
+            raise Interrupt
         if self.raises_in == "backward":
             y = _Failing.apply(y)  # type: ignore[no-untyped-call]
         return y
@@ -100,6 +107,24 @@ def recover(model: nn.Module, phase: str, resets: bool) -> None:
 def test_the_same_step_again_has_parity(phase: str) -> None:
     """mosaicml/composer#3866, accelerate#1675: everything rests, and nothing leaks."""
     check_parity(failing_once("B", phase, resets=phase == "backward"))
+
+
+def test_an_interrupt_in_forward_is_followed_by_a_reset() -> None:
+    """PyTorch runs no hooks behind what is no `Exception`; the next forward says what to do."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        if number == 1 and isinstance(model, FsdpModule):
+            model.get_submodule("B").raises_in = "interrupt"  # type: ignore[assignment]
+            with pytest.raises(Interrupt):
+                attempt(model, rank, number)
+            model.get_submodule("B").raises_in = ""  # type: ignore[assignment]
+            with pytest.raises(StateError, match=re.escape("or context.reset() after an error")):
+                attempt(model, rank, number)
+            model.context.reset()
+            assert_resting(model)
+        attempt(model, rank, number)
+
+    check_parity(Training(build, step, (*NAMES, ""), steps=3))
 
 
 def test_the_next_forward_resets_by_itself_and_says_so_once() -> None:
