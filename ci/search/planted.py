@@ -1,0 +1,152 @@
+"""Plant bugs, and see after how many programs each is found and how small its program becomes.
+
+``python -m ci.search.planted`` prints the table of ``docs/search.md``.
+"""
+
+import multiprocessing
+import os
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import click
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+
+from ci.search.plants import plants
+from fsdp_sim.mutation.change import Change
+from fsdp_sim.program import ProgramSpec
+from fsdp_sim.program.parity import verify
+from fsdp_sim.program.tree import units, walk
+from fsdp_sim.replay_file import failure_of
+from fsdp_sim.strategies import programs
+
+PROGRAMS_MAX = 200
+SHRINK_RUNS_MAX = 400
+UNITS_MAX, DEVIATIONS_MAX = 3, 2
+"""How small the program of a bug must become."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a program is."""
+
+    units: int
+    modules: int
+    steps: int
+    deviations: int
+
+    def __str__(self) -> str:
+        """Return units/modules/steps/deviations."""
+        return f"{self.units}/{self.modules}/{self.steps}/{self.deviations}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """How one bug was found.
+
+    Attributes:
+        programs: run up to the first that failed; None where none did.
+        kind: of the failure of the smallest program.
+        before, after: the first program that failed, and the smallest.
+    """
+
+    name: str
+    programs: int | None = None
+    kind: str = ""
+    before: Size | None = None
+    after: Size | None = None
+    text: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it was found, in a program that became small enough."""
+        after = self.after
+        return after is not None and after.units <= UNITS_MAX and after.deviations <= DEVIATIONS_MAX
+
+
+def size_of(program: ProgramSpec) -> Size:
+    """Return how large a program is."""
+    modules = sum(1 for _ in walk(program.model))
+    return Size(len(units(program)), modules, len(program.steps), program.schedule.count(">"))
+
+
+def find(number: int) -> Found:
+    """Search with bug ``number`` planted, and shrink what fails first."""
+    torch.set_num_threads(1)
+    change = plants()[number]
+    runs = 0
+    first: int | None = None
+    failed: dict[str, tuple[ProgramSpec, Exception]] = {}
+
+    @seed(0)
+    @settings(
+        max_examples=PROGRAMS_MAX,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
+    @given(programs())
+    def each(program: ProgramSpec) -> None:
+        nonlocal runs, first
+        text = repr(program)
+        if text in failed:
+            failed[text] = failed.pop(text)  # the last one is the smallest
+            raise failed[text][1]
+        if first is not None and runs > first + SHRINK_RUNS_MAX:
+            return
+        runs += 1
+        try:
+            _run(change, program)
+        except Exception as error:
+            first = first or runs
+            failed[text] = program, error
+            raise
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            each()
+        except Exception:
+            if not failed:
+                raise
+    if first is None:
+        return Found(change.name)
+    (before, _), *_ = failed.values()
+    program, error = list(failed.values())[-1]
+    kind = failure_of(error).kind
+    return Found(change.name, first, kind, size_of(before), size_of(program), repr(program))
+
+
+def _run(change: Change, program: ProgramSpec) -> None:
+    with change.in_force():
+        verify(program)
+
+
+@click.command()
+@click.option("--workers", default=os.cpu_count() or 1, help="Processes.", show_default=True)
+@click.option("--texts", is_flag=True, help="Print the smallest programs too.")
+def main(workers: int, texts: bool) -> None:  # noqa: FBT001 - as click calls it
+    """Print a table: each bug, after how many programs, and units/modules/steps/deviations."""
+    spawn = multiprocessing.get_context("spawn")
+    print("| bug | programs | finding | first failing | smallest |")
+    print("|---|---|---|---|---|")
+    good = True
+    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for found in pool.map(find, range(len(plants()))):
+            good &= found.is_good
+            cells = (found.name, found.programs, found.kind, found.before, found.after)
+            print(
+                f"| {' | '.join('not found' if c is None else str(c) for c in cells)} |", flush=True
+            )
+            if texts:
+                print(found.text, file=sys.stderr, flush=True)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
