@@ -1,0 +1,55 @@
+"""The search for failing programs: what counts, what is summed up, and that planted bugs are found."""
+
+from ci.search.batch import run_batch
+from ci.search.coverage import Coverage
+from ci.search.overlap import gathers_overlap
+from ci.search.planted import find
+from ci.search.plants import plants
+from fsdp_sim.program import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
+from fsdp_sim.program.parity import verify
+
+LEAF = ModuleSpec(LayerSpec(), UnitSpec())
+TWO = ProgramSpec(ModuleSpec(children=(LEAF, LEAF), unit=UnitSpec()))
+QUICK = "the optimizer does not wait for reductions"
+
+
+def test_a_prefetched_unit_overlaps_compute_and_a_lone_one_does_not() -> None:
+    """The second unit is gathered while the first computes."""
+    assert gathers_overlap(verify(TWO, trace=True).trace.ops)
+    assert not gathers_overlap(verify(ProgramSpec(LEAF), trace=True).trace.ops)
+
+
+def test_a_program_without_overlap_does_not_count() -> None:
+    """It is counted apart."""
+    coverage = Coverage()
+    for program in (TWO, ProgramSpec(LEAF)):
+        coverage.add(program, verify(program, trace=True))
+
+    assert (coverage.programs, coverage.without_overlap) == (1, 1)
+    assert coverage.features["several units"] == 1
+
+
+def test_what_never_came_up_is_named_with_the_pairs_that_can() -> None:
+    """A pair that no valid program has is no hole."""
+    never = Coverage().never()
+
+    assert "tied" in never
+    assert "tied + frozen" in never
+    assert "ranks differ + one rank" not in never
+
+
+def test_a_batch_is_the_same_programs_each_time() -> None:
+    """By its number alone."""
+    one, other = run_batch(0, 4), run_batch(0, 4)
+
+    assert one.coverage == other.coverage
+    assert one.programs == other.programs == 4
+    assert one.failure is None
+
+
+def test_a_planted_bug_is_found_and_shrinks_to_a_small_program() -> None:
+    """One unit is enough for a missing wait behind the reductions."""
+    found = find([plant.name for plant in plants()].index(QUICK))
+
+    assert found.is_good
+    assert found.kind == "CaptureUnsafe"
