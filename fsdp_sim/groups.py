@@ -65,6 +65,8 @@ def _init_process_group(original: Callable[..., None]) -> Callable[..., None]:
         if machine.has_adopted_group:
             raise ValueError("trying to initialize the default process group twice!")
         machine.has_adopted_group = True
+        if machine.gpu is not None:
+            patches.bind_device(named.get("device_id"))
         return None
 
     return init_process_group

@@ -400,6 +400,13 @@ def new_local_group(ranks: tuple[int, ...], desc: str | None) -> Any:
     return c10d._new_group_with_tag(list(ranks), use_local_synchronization=True, group_desc=desc)
 
 
+def bind_device(device: Any) -> None:
+    """Tell the default group which device the program has bound it to, if any."""
+    if device is not None:
+        world: Any = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda", device) if isinstance(device, int) else device
+
+
 def drop_groups() -> None:
     """Forget the groups of a rank that has ended, in C++ too."""
     torch._C._distributed_c10d._unregister_all_process_groups()

@@ -72,11 +72,14 @@ class CudaMode(RankMode):
         self, operator: Operator, func: Any, args: Any, kwargs: Any, records: list[StorageRecord]
     ) -> Any:
         """An operator whose result's device can be said."""
-        _refuse_device(operator, kwargs)
+        device = kwargs.get("device", _CPU)
+        is_here = self._gpu.is_here(device)
+        if is_here is None:
+            return func(*args, **kwargs)
         has_gpu_arguments = any(not record.is_host for record in records)
         target = has_gpu_arguments if self._gpu.target is None else self._gpu.target
-        if kwargs.get("device", _CPU).type != "cpu":
-            return func(*args, **kwargs)
+        if is_here:  # C++ code has said so, which is not redirected
+            kwargs, target = {**kwargs, "device": _CPU}, True
         if target and (has_gpu_arguments or not records):
             return self._run_on_gpu(func, (), args, kwargs)
         if target:
@@ -173,15 +176,6 @@ class CudaMode(RankMode):
                     f"{self._gpu.device}, as NCCL's, got one on the host; move it there (collectives of "
                     "gloo on the host are not simulated beside NCCL's)"
                 )
-
-
-def _refuse_device(operator: Operator, kwargs: Any) -> None:
-    """A device argument that nobody has redirected would reach PyTorch's own CUDA."""
-    device = kwargs.get("device")
-    if device is not None and device.type not in ("cpu", "meta"):
-        raise NotImplementedError(
-            f"the simulator does not redirect this way of making tensors on {device}: {operator.name}"
-        )
 
 
 def _plain(value: Any) -> Iterator[Tensor]:

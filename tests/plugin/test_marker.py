@@ -76,6 +76,23 @@ def test_a_race_fails_the_test_with_three_lines(pytester: pytest.Pytester) -> No
     )
 
 
+def test_a_test_may_say_cuda(pytester: pytest.Pytester) -> None:
+    """The knob of the marker gives each rank a GPU."""
+    source = """
+    import pytest, torch
+    import torch.distributed as dist
+
+    @pytest.mark.fsdp_sim(ranks=2, runs=2, knobs=("cuda",))
+    def test_sum():
+        torch.cuda.set_device(dist.get_rank())
+        ones = torch.ones(2, device="cuda")
+        dist.all_reduce(ones)
+        assert ones.is_cuda and ones.tolist() == [2.0, 2.0]
+    """
+
+    run(pytester, source).assert_outcomes(passed=1)
+
+
 def test_a_failure_leaves_a_replay_file_a_timeline_and_a_picture(pytester: pytest.Pytester) -> None:
     """They lie in a folder of the test, which git ignores."""
     run(pytester, RACE)

@@ -12,8 +12,8 @@ def main() -> None:
     """Train for three steps; rank 0 prints the losses."""
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
-    dist.init_process_group("nccl")
     device = torch.device("cuda", local)
+    dist.init_process_group("nccl", device_id=device)
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
     model = DistributedDataParallel(layers, device_ids=[local])

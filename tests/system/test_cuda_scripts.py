@@ -12,7 +12,13 @@ from fsdp_sim.script import Script
 
 HERE = Path(__file__).parent
 SCRIPTS = ("cuda_ddp.py", "cuda_fsdp2.py")
-ON_CPU = {", device_ids=[local]": "", ".pin_memory()": "", "cuda": "cpu", "nccl": "gloo"}
+ON_CPU = {
+    ", device_id=device": "",
+    ", device_ids=[local]": "",
+    ".pin_memory()": "",
+    "cuda": "cpu",
+    "nccl": "gloo",
+}
 """What a script that is written for CPUs says instead."""
 WAIT = "        torch.cuda.current_stream().wait_stream(copies)\n"
 
