@@ -80,7 +80,7 @@ class DeviceMemory(ProcessMemory):
 
     def is_seen(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has memory at all."""
-        return not tensor.is_meta
+        return not tensor.is_meta and tensor.__class__ is not patches.FakeTensor
 
     def born(
         self,
