@@ -406,32 +406,6 @@ def test_outside_a_world_everything_is_as_before() -> None:
     assert not hasattr(torch.cpu, "default_stream")
 
 
-def test_a_thread_of_the_programs_own_is_refused() -> None:
-    """Only the rank's thread may use its streams."""
-
-    def program() -> list[str]:
-        import threading  # noqa: TID251
-
-        said: list[str] = []
-
-        def use() -> None:
-            try:
-                cpu.current_stream()
-            except RuntimeError as error:
-                said.append(str(error))
-
-        thread = threading.Thread(target=use)
-        thread.start()
-        thread.join()
-        return said
-
-    (said,) = on_one_rank(program)
-    assert said == (
-        "a simulated stream must be used on the thread of a rank, got another thread; call it from"
-        " the rank's own program"
-    )
-
-
 def test_record_stream_names_the_stream() -> None:
     """``record_stream`` of a tensor protects its memory until the stream's work is done."""
 
