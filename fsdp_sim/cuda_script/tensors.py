@@ -24,7 +24,9 @@ def install(undo: patches.Patches) -> None:
         "is_cuda": property(lambda self: device_of(self).type == "cuda"),
         "is_cpu": property(lambda self: device_of(self).type == "cpu"),
         "get_device": lambda self: -1 if self.device.index is None else self.device.index,
+        "new_tensor": _making(Tensor.new_tensor, like=True, of_data=True),
         "to": _to(Tensor.to),
+        "type": _type(Tensor.type),
         "cuda": lambda self, device="cuda", non_blocking=False, memory_format=None: self.to(
             "cuda" if device is None else device,
             non_blocking=non_blocking,
@@ -45,8 +47,16 @@ def install(undo: patches.Patches) -> None:
     undo.wrap(*patches.FOREACH_GROUPING, _grouping)
 
 
-def _making(original: Callable[..., Any], *, like: bool = False) -> Callable[..., Any]:
-    """A function that makes tensors where its argument ``device`` says, or the default device."""
+def _making(
+    original: Callable[..., Any], *, like: bool = False, of_data: bool = False
+) -> Callable[..., Any]:
+    """A function that makes tensors where its argument ``device`` says.
+
+    Args:
+        original: the function.
+        like: without a device, they are where another tensor is; else on the default device.
+        of_data: no operator has that tensor as an argument: it is the function's first.
+    """
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +64,9 @@ def _making(original: Callable[..., Any], *, like: bool = False) -> Callable[...
         if gpu is None:
             return original(*args, **kwargs)
         device = kwargs.get("device")
-        if device is None and not like:
+        if device is None and of_data:
+            device = args[0].device
+        elif device is None and not like:
             device = patches.default_device() or "cpu"
         is_here = None if device is None else gpu.is_here(device)
         if is_here is not None:
@@ -99,6 +111,20 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
         return _Across.apply(self, target, wanted.non_blocking, how)  # type: ignore[no-untyped-call]
 
     return to
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type``: types of the GPU's tensors have names of their own, and are no way to go there."""
+
+    @functools.wraps(original)
+    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if str(dtype).startswith("torch.cuda."):
+            raise NotImplementedError(f"Tensor.type({dtype!r}) is not simulated; use Tensor.to")
+        out = original(self, dtype, *args, **kwargs)
+        is_name = dtype is None and self.device.type == "cuda"
+        return out.replace("torch.", "torch.cuda.") if is_name else out
+
+    return type_
 
 
 class _To(NamedTuple):

@@ -157,6 +157,7 @@ def made() -> dict[str, torch.Tensor]:
         "like": torch.zeros_like(by_default),
         "like elsewhere": torch.zeros_like(host, device="cuda"),
         "new": by_default.new_zeros(3),
+        "new of data": by_default.new_tensor([1.0, 2.0]),
         "computed": by_default + 1,
         "with a number of the host's": by_default * torch.tensor(2.0),
         "view": by_default[:1],
@@ -243,6 +244,27 @@ def test_a_gradient_goes_back_to_where_the_leaf_is() -> None:
         return str(leaf.grad.device), leaf.grad.tolist()
 
     assert on_gpu(backward) == ("cpu", [3.0, 3.0])
+
+
+def test_the_type_of_a_tensor_names_the_gpu() -> None:
+    """As on CUDA; a conversion to it by name is refused."""
+    names = on_gpu(lambda: [torch.ones(1, device=where).type() for where in ("cuda", "cpu")])
+
+    assert names == ["torch.cuda.FloatTensor", "torch.FloatTensor"]
+    with pytest.raises(
+        NotImplementedError, match=r"^Tensor\.type\('torch\.cuda\.HalfTensor'\) is not"
+    ):
+        on_gpu(lambda: torch.ones(1).type("torch.cuda.HalfTensor"))
+
+
+def test_a_barrier_of_cpp_finds_the_gpu() -> None:
+    """Its tensor is made where PyTorch says that the accelerator is."""
+
+    def meet(rank: int) -> None:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        dist.barrier()
+
+    assert on_two_gpus(meet) == [None, None]
 
 
 def test_numpy_sees_no_memory_of_the_gpu() -> None:
