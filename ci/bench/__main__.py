@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from ci.bench import host, simulator
+from ci.bench import host, kit, simulator
 
-PARTS = {"host": host.run, "simulator": simulator.run}
+PARTS = {"host": host.run, "kit": kit.run, "simulator": simulator.run}
 
 
 def commit() -> str:

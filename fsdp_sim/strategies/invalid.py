@@ -113,6 +113,11 @@ _SWAPPED = CallsSpec("", (1, 0))
 _SWAPPED_ON_ONE = CallsSpec("", (1, 0), ranks=(1,))
 _MISSING_ON_ONE = CallsSpec("", (0,), ranks=(1,))
 _SUM = replace(two_units(), model=replace(two_units().model, join="sum"))
+_BRANCHES = ModuleSpec(children=(ModuleSpec(LayerSpec()), ModuleSpec(LayerSpec())))
+_AROUND_A_UNIT = ProgramSpec(
+    ModuleSpec(LayerSpec(), UnitSpec(), (ModuleSpec(LayerSpec(), UnitSpec()), _BRANCHES)),
+    steps=(StepSpec((PassSpec(calls=(CallsSpec("1", (), ranks=(1,)),)),)),),
+)
 
 INVALID_KINDS: dict[str, Make] = {
     "divisor not positive": _bad_unit("grad_divisor", st.integers(-2, 0), "divisor"),
@@ -141,6 +146,9 @@ INVALID_KINDS: dict[str, Make] = {
     "ranks call units in another order": _one(
         _passes(_SUM, PassSpec(calls=(_SWAPPED_ON_ONE,)), context=ContextSpec()),
         "CollectiveMismatch",
+    ),
+    "ranks differ around a unit": _one(
+        _AROUND_A_UNIT, "CollectiveMismatch", "must agree on all ranks"
     ),
     "one rank leaves a unit out": _one(two_units(None, _MISSING_ON_ONE), "FindingError"),
     "one rank raises": _one(
