@@ -108,19 +108,22 @@ def test_roots_of_one_scope_share_its_streams_and_have_orders_of_their_own() -> 
     assert streams[0] != streams[1]
 
 
-def test_the_first_forward_creates_no_stream() -> None:
-    """Streams come with the context, so buffers are born on the streams that will free them."""
+def test_the_first_step_creates_no_stream() -> None:
+    """Streams come with the context: what a step uses is what was there when the scope ended."""
 
     def program(rank: int) -> None:
         model = fill(Row("first", "second"))
-        shard(model, "first", "second", "")
-        begin_step(0)
+        context = shard(model, "first", "second", "")
+        before = (context.allgather_stream, context.inner_reduction_stream)
         loss_of(model(batch(rank)), rank).backward()
+        assert before == (context.allgather_stream, context.inner_reduction_stream)
 
     report = fsdp_sim.simulate(program, 2, trace=True)
 
-    (ops,) = ops_by_step(report)
-    assert not [op for op in ops if op.kind is Kind.STREAM]
+    used = [op.name for op in report.trace.all_ops() if op.kind is Kind.STREAM and op.rank == 0]
+    made_by_the_context = [name for name in used if "fsdp_core/context.py" in name]
+    assert len(made_by_the_context) == 2
+    assert [name for name in used if "stream made at" in name] == made_by_the_context
 
 
 def test_a_container_that_nobody_calls_is_refused_by_its_class() -> None:
