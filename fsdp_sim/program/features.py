@@ -160,7 +160,7 @@ EXCLUDED: dict[frozenset[str], str] = {
             "declared gradients",
             (
                 *("repeated", "conditional", "reordered", "dropped output", "ranks differ"),
-                *("exception", "frozen later", "reentrant checkpoint"),
+                *("exception", "frozen later", "reentrant checkpoint", "delayed gradient"),
             ),
             "each gradient comes once in each backward",
         ),
