@@ -13,8 +13,8 @@ class RuntimePolicy:
         use_symmetric_memory: take the staging buffers of collectives from PyTorch's pool of
             symmetric memory. Not built: a context refuses True.
         overlap_allgather_reduction: all-gathers and reductions have a stream each. False: one
-            stream for both, which frees a unit's weights before its reduction buffer is taken
-            (a peak of 3 full buffers instead of 4), and overlaps less.
+            stream for both, which overlaps less; what one has freed, the other may use. Either
+            way a backward has at most three buffers as large as a unit's full weights at a time.
         overlap_outer_communication: the outer-axis reduction of the last microbatch has a stream
             of its own (hybrid sharding).
         caller_managed_grad_sync: the caller, not the end of backward, orders the current stream

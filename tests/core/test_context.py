@@ -494,6 +494,34 @@ def test_a_recorded_pass_is_gathered_on_demand_and_then_ahead() -> None:
     assert stats[2].prefetches - stats[1].prefetches == stats[1].prefetches
 
 
+def test_a_recorded_pass_repeats_a_shared_unit_in_each_microbatch() -> None:
+    """Each occurrence is an event of its own; three microbatches go through the pass three times."""
+    calls = ("first", "second", "second")
+
+    def window(model: nn.Module, rank: int, number: int) -> None:
+        for micro in range(3):
+            loss = loss_of(model(batch(rank, number), calls=calls), rank)
+            if isinstance(model, FsdpModule):
+                with fsdp_core.microbatch(model.context, is_last=micro == 2):
+                    loss.backward()
+                assert events(model.context) == [
+                    *((name, "forward") for name in ("", *calls)),
+                    *((name, "backward") for name in ("", *reversed(calls))),
+                ]
+            else:
+                loss.backward()
+
+    check_parity(
+        Training(
+            lambda: fill(Row("first", "second")),
+            window,
+            ("first", "second", ""),
+            steps=2,
+            options=RECORDED,
+        )
+    )
+
+
 def test_recording_ends_with_the_first_completed_backward() -> None:
     """Forwards without one record on; evaluation takes no part."""
 
