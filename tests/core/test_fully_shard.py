@@ -423,7 +423,7 @@ def test_sharding_outside_a_scope_is_refused() -> None:
         ),
         (
             lambda: nn.Parameter(torch.ones(2, 0)),
-            "a tensor sharded by rows needs rows that are not empty, got tensor 0 of shape (2, 0)",
+            "parameter 'p' must have rows with elements, got shape (2, 0); use a shape of (0,), or leave it out",
         ),
     ],
 )
