@@ -149,6 +149,7 @@ EXCLUDED: dict[frozenset[str], str] = {
     for feature, others, why in (
         ("ranks differ", ("one rank",), "it takes two"),
         ("ranks differ", ("reentrant checkpoint",), "the order of reductions would differ too"),
+        ("ranks differ", ("frozen later",), "what is applied last must stay trainable"),
         ("momentum", ("adaptive optimizer",), "it is an option of SGD"),
         (
             "recorded",

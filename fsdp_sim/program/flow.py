@@ -15,7 +15,7 @@ def untrained_ends(program: ProgramSpec) -> Iterator[tuple[int, int]]:
     """Yield (step, pass) of each last training pass that trains nothing on some rank, though it could."""
     frozen = {path for path, module in walk(program.model) if not _trainable(module.layer)}
     for number, step in enumerate(program.steps):
-        frozen = (frozen | set(step.freeze)) - set(step.unfreeze)
+        frozen = (frozen | _with_tied(program, step.freeze)) - _with_tied(program, step.unfreeze)
         training = [n for n, one in enumerate(step.passes) if one.kind == "train"]
         if training and not all(
             _trains(program.model, "", step.passes[training[-1]], frozen, rank)
@@ -28,6 +28,13 @@ def untrained_ends(program: ProgramSpec) -> Iterator[tuple[int, int]]:
                 for rank in range(program.world_size)
             ):
                 yield number, training[-1]
+
+
+def _with_tied(program: ProgramSpec, paths: tuple[str, ...]) -> set[str]:
+    """Return ``paths`` and those of the layers that share their parameters."""
+    source = {tie.module: tie.source for tie in program.ties}
+    held = {source.get(path, path) for path in paths}
+    return held | {module for module, of in source.items() if of in held}
 
 
 def _trains(module: ModuleSpec, path: str, one: PassSpec, frozen: set[str], rank: int) -> bool:

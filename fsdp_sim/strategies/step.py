@@ -138,7 +138,7 @@ def _step(
         passes[place] = _raising(draw, world, passes[place])
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
-    if freezes and maybe(draw, 8):
+    if freezes and not world.free and maybe(draw, 12):  # what ranks may leave out stays trainable
         layer = pick(draw, [path for path, module in world.nodes.items() if module.layer])
         freeze, unfreeze = ((), (layer,)) if maybe(draw, 50) else ((layer,), ())
     return StepSpec(
