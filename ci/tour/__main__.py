@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -121,21 +122,22 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
 def show_figures(report: fsdp_sim.Report) -> bool:
     """Print what the runtime did in each step; return whether nothing was found wrong."""
     of_ranks = [step_figures(report.trace.ops, rank) for rank in range(RANKS)]
-    peaks = [f"KiB, {rank}" for rank in range(RANKS)]
     counts = findings_of_steps(report.findings, of_ranks)
-    table = Table("step", "gathers", "scatters", "ahead", *peaks, "findings")
+    table = Table(
+        "step", "gathers", "scatters", "ahead", "KiB on each rank", "findings", box=SIMPLE
+    )
     for step, of_rank in enumerate(zip(*of_ranks, strict=True)):
         first = of_rank[0]
-        memory = [f"{figures.peak_full_nbytes / KIB:.0f}" for figures in of_rank]
+        memory = " ".join(f"{figures.peak_full_nbytes / KIB:.0f}" for figures in of_rank)
         table.add_row(
             *map(str, (step, first.all_gathers, first.reduce_scatters, first.ahead)),
-            *memory,
+            memory,
             str(counts[step] or "none"),
         )
     console.print(table)
     console.print("gathers, scatters: all-gathers and reduce-scatters that rank 0 issued")
     console.print("ahead: collectives of rank 0 that were issued before compute that they overlap")
-    console.print("KiB, rank: most memory that full parameters took at once")
+    console.print("KiB: most memory that full parameters took at once")
     console.print(f"findings: {len(report.findings) or 'none'}")
     for finding in report.findings:
         console.print(finding_text(finding), markup=False)
@@ -174,6 +176,8 @@ def show_report(report: fsdp_sim.Report, script: str) -> None:
     if others:
         kinds = ", ".join(dict.fromkeys(finding.kind for finding in others))
         console.print(f"and {len(others)} more that follow from it: {kinds}")
+    for deviation in report.deviations:
+        console.print(deviation, markup=False)
     line = shlex.join(bugs.replay_command(script, report.schedule))
     console.print(f"\nreplay with: {line}\ndigest: {report.trace.digest}")
 
