@@ -171,7 +171,13 @@ def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
     differ = any(calls.ranks is not None for calls in one.calls)
     path = "" if differ else pick(draw, list(world.nodes))
     phase: Phase = "backward" if one.kind == "train" and maybe(draw, 50) else "forward"
-    return replace(one, raises=RaiseSpec(path, phase, reset=not maybe(draw, 30)))
+    is_in_unit = any(world.nodes[above].unit for above in world.nodes if _reaches(above, path))
+    left = is_in_unit and maybe(draw, 30)  # outside every unit the runtime does not see a backward
+    return replace(one, raises=RaiseSpec(path, phase, reset=not left))
+
+
+def _reaches(above: str, path: str) -> bool:
+    return above in ("", path) or path.startswith(f"{above}.")
 
 
 def _calls(draw: Draw, world: _World) -> tuple[CallsSpec, ...]:
