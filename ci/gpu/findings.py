@@ -133,7 +133,7 @@ def run_once(
     name: str, delay: Callable[[Place], float] | None = None, site: Site | None = None
 ) -> RankRun:
     """Run a program on this rank and return what it holds, on the host."""
-    with without_collector(), fsdp_sim.record():
+    with without_collector(), fsdp_sim.record(device=device().type):
         breaking = nullcontext() if site is None else broken(find(SUBJECT), site)
         with breaking, nullcontext() if delay is None else Delays(delay):
             run = run_program(kept()[name], device())

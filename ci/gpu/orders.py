@@ -72,7 +72,7 @@ def _recorded(body: Body, path: str | None = None) -> Trace | str:
     """Return what this process did; what it raised, if it did."""
     with without_collector():
         try:
-            with fsdp_sim.record(path) as recording:
+            with fsdp_sim.record(path, device=device().type) as recording:
                 body(device())
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:500]

@@ -126,7 +126,7 @@ def _watched(name: str, number: int) -> tuple[Watch, Any]:
     if has_gpu():
         torch.cuda.synchronize()
         base = _timed()
-    with without_collector(), fsdp_sim.record(), Watch(number) as watch:
+    with without_collector(), fsdp_sim.record(device=device().type), Watch(number) as watch:
         run_program(kept()[name], device())
     if has_gpu():
         torch.cuda.synchronize()

@@ -52,16 +52,21 @@ def record(
             the rank.
         rank: of this process; by default that of the process group, else of the environment, else 0.
         world_size: number of processes, likewise; 1 by default.
-        device: "cuda" or "cpu": whose streams to record; by default CUDA's where there is one.
+        device: "cpu", or "cuda", which is not safe yet: a run on a GPU has crashed (docs/recording.md). To
+            be said where there is a GPU.
 
     Ordering:
         Begins before the program makes streams and issues collectives: what came before is not in it.
 
     Raises:
-        ConfigError: recording already, or inside a simulated world; or several processes would write
-            one file.
+        ConfigError: recording already, or inside a simulated world; the device is not said where there
+            is a GPU; or several processes would write one file.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None and torch.cuda.is_available():
+        raise ConfigError(
+            "device must be 'cpu' or 'cuda' where there is a GPU, got none; 'cuda' is not safe yet"
+        )
+    device = device or "cpu"
     recording = Recording(*_place(rank, world_size))
     target = _target(path, recording)
     if device not in ("cuda", "cpu"):

@@ -122,7 +122,7 @@ def recorded(program: Program, rank: int) -> list[Op]:
     gc.collect()
     gc.disable()
     try:
-        with fsdp_sim.record() as recording:
+        with fsdp_sim.record(device="cpu") as recording:
             program(rank)
     finally:
         gc.enable()
@@ -200,7 +200,7 @@ def train_ddp() -> None:
 
 def test_what_cpp_waits_for_is_ordered(alone: None) -> None:
     """DDP is clean, though nobody sees its waits."""
-    with fsdp_sim.record() as recording:
+    with fsdp_sim.record(device="cpu") as recording:
         train_ddp()
     ops = recording.trace.ops
 
@@ -219,7 +219,7 @@ def read_too_early() -> None:
 
 def test_a_race_of_a_real_process_is_found(alone: None) -> None:
     """The recording says what values do not."""
-    with fsdp_sim.record() as recording:
+    with fsdp_sim.record(device="cpu") as recording:
         read_too_early()
     (finding,) = analyse(recording.trace.ops, make(["races"]), 1).findings
 
@@ -229,7 +229,7 @@ def test_a_race_of_a_real_process_is_found(alone: None) -> None:
 
 def test_recording_adds_no_wait_for_the_host(alone: None) -> None:
     """What the program does not wait for, the recording does not either."""
-    with fsdp_sim.record() as recording:
+    with fsdp_sim.record(device="cpu") as recording:
         dist.all_reduce(torch.ones(2))
 
     kinds = {op.kind for op in recording.trace.ops}
@@ -238,7 +238,7 @@ def test_recording_adds_no_wait_for_the_host(alone: None) -> None:
 
 def test_streams_that_outlive_the_recording_do_what_pytorchs_do(alone: None) -> None:
     """Nothing, and without an error."""
-    with fsdp_sim.record() as recording:
+    with fsdp_sim.record(device="cpu") as recording:
         side = cpu.Stream()
         event = side.record_event()
     count = len(recording.trace.ops)
@@ -260,7 +260,7 @@ def test_pytorch_is_as_before_when_a_recording_ends() -> None:
     """Classes and functions alike."""
     names = [(cpu, "Stream"), (cpu, "current_stream"), (dist.Work, "wait")]
     before = [getattr(owner, name) for owner, name in names]
-    with fsdp_sim.record():
+    with fsdp_sim.record(device="cpu"):
         pass
 
     assert [getattr(owner, name) for owner, name in names] == before
@@ -271,7 +271,7 @@ def test_a_program_that_raises_leaves_its_trace(tmp_path: Path) -> None:
     """What led to the exception is what one wants to see."""
 
     def fail() -> None:
-        with fsdp_sim.record(tmp_path / "trace.jsonl"):
+        with fsdp_sim.record(tmp_path / "trace.jsonl", device="cpu"):
             torch.ones(2).add_(1)
             raise KeyError
 
@@ -289,7 +289,7 @@ def test_a_model_trained_under_a_recording_has_the_same_weights(alone: None) -> 
         nn.init.constant_(model.weight, 3)
         nn.init.constant_(model.bias, 1)
         if is_recorded:
-            with fsdp_sim.record():
+            with fsdp_sim.record(device="cpu"):
                 model(torch.ones(1, 2)).sum().backward()
         else:
             model(torch.ones(1, 2)).sum().backward()
@@ -302,14 +302,14 @@ def test_a_model_trained_under_a_recording_has_the_same_weights(alone: None) -> 
     ("options", "message"),
     [
         (
-            {"path": "trace.jsonl", "rank": 0, "world_size": 2},
+            {"path": "trace.jsonl", "rank": 0, "world_size": 2, "device": "cpu"},
             "path must have '{rank}' in it, since each process writes a file, got 'trace.jsonl'",
         ),
         (
-            {"path": "nowhere/trace.jsonl"},
+            {"path": "nowhere/trace.jsonl", "device": "cpu"},
             "path must be in a folder that exists, got 'nowhere'",
         ),
-        ({"rank": 2, "world_size": 2}, "rank must be from 0 to 1, got 2"),
+        ({"rank": 2, "world_size": 2, "device": "cpu"}, "rank must be from 0 to 1, got 2"),
         ({"device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
     ],
 )
@@ -321,12 +321,24 @@ def test_what_cannot_be_recorded_is_refused_at_once(options: dict[str, Any], mes
     assert str(caught.value) == message
 
 
+def test_the_device_must_be_said_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording CUDA is not safe yet, so nobody gets it unasked."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(ConfigError) as caught, fsdp_sim.record():
+        pass
+
+    assert str(caught.value) == (
+        "device must be 'cpu' or 'cuda' where there is a GPU, got none; 'cuda' is not safe yet"
+    )
+
+
 def test_recordings_do_not_nest() -> None:
     """One process is one rank."""
     with (
-        fsdp_sim.record(),
+        fsdp_sim.record(device="cpu"),
         pytest.raises(ConfigError, match=r"^record must be entered once, "),
-        fsdp_sim.record(),
+        fsdp_sim.record(device="cpu"),
     ):
         pass
 
