@@ -111,9 +111,6 @@ class Unit(Protocol):
     def come_to_rest(self) -> None:
         """Reshard if nobody uses the weights."""
 
-    def await_gather(self) -> None:
-        """Put the current stream behind a gather that nobody waited for."""
-
     def reset(self) -> None:
         """Drop every trace of a broken pass."""
 
@@ -719,7 +716,9 @@ class FsdpContext:
             self._hidden.clear()
 
     def finish_grad_sync(self) -> None:
-        """Put the current stream behind all reductions so far, and behind gathers that nobody used.
+        """Put the current stream behind all reductions so far.
+
+        Where the caller manages that, prefetches that nobody has used are brought to rest too.
 
         Ordering:
             Call it behind the last producer of gradients and before the first reader or writer
@@ -731,8 +730,8 @@ class FsdpContext:
             if self.outer_reduction_stream is not self.inner_reduction_stream:
                 # Edge 7: the same, for the reduction that ends a window.
                 accelerator.wait_stream(self.current_stream(), self.outer_reduction_stream)
-            for unit in self._living(self._unsharded):
-                unit.await_gather()
+            if self.caller_managed_grad_sync:
+                self.sweep()  # of a forward without a backward, which nothing has swept since
         self.has_unwaited_reductions = False
 
     def post_backward(self) -> None:
