@@ -27,7 +27,7 @@ class PatchedName:
 
 def patched_names() -> list[PatchedName]:
     """Run an empty world and return every name that it replaced, in the order in which it did."""
-    from fsdp_sim import patches
+    from fsdp_sim.engine import patches
     from fsdp_sim.verbs import simulate
 
     seen: dict[str, str] = {}

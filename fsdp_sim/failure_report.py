@@ -123,7 +123,7 @@ def _drawn(place: "Failure") -> str:
 
 def _draw(error: BaseException, place: "Failure", own: Path) -> list[str]:
     """Run the failure once more to keep all its operations; a second run that differs is worth a line."""
-    from fsdp_sim.finding_picture import draw_finding
+    from fsdp_sim.views.finding_picture import draw_finding
 
     trace: Any
     try:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fsdp_sim.engine.faults import Rule, parse
 from fsdp_sim.errors import ConfigError
-from fsdp_sim.faults import Rule, parse
 
 KNOWN = "cuda, values, late, collect, shuffleN, seedN, or a fault such as 'crash:issue@rank=1,at=3'"
 _SHUFFLE = re.compile(r"shuffle([1-9][0-9]{0,8})")

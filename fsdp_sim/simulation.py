@@ -9,14 +9,23 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import groups, leaks, patches, probes, process_group, shims, stuck
+from fsdp_sim import probes
 from fsdp_sim.analysis import Analysis
-from fsdp_sim.audit import AuditMode, Lie
 from fsdp_sim.checkers import of_collectives
 from fsdp_sim.cuda_script import names as cuda_script
 from fsdp_sim.cuda_script.gpu import give_gpu
 from fsdp_sim.cuda_script.mode import CudaMode
-from fsdp_sim.dispatch import RankMode
+from fsdp_sim.engine import groups, leaks, patches, process_group, shims, stuck
+from fsdp_sim.engine.audit import AuditMode, Lie
+from fsdp_sim.engine.dispatch import RankMode
+from fsdp_sim.engine.faults import Faults
+from fsdp_sim.engine.isolation import HostState, fresh_thread
+from fsdp_sim.engine.machine import LOCAL, Machine, caller
+from fsdp_sim.engine.meeting import Wire
+from fsdp_sim.engine.store import WorldStore
+from fsdp_sim.engine.streams import new_stream
+from fsdp_sim.engine.task import HANDOVER_SECONDS_MAX
+from fsdp_sim.engine.world import STEP_LIMIT_DEFAULT, Rank, World
 from fsdp_sim.errors import (
     FINDING_KINDS,
     ConfigError,
@@ -24,17 +33,9 @@ from fsdp_sim.errors import (
     ProgramExit,
     SimulationError,
 )
-from fsdp_sim.faults import Faults
-from fsdp_sim.isolation import HostState, fresh_thread
 from fsdp_sim.knobs import Knobs
-from fsdp_sim.machine import LOCAL, Machine, caller
-from fsdp_sim.meeting import Wire
 from fsdp_sim.scheduler import Recorder, Scheduler
-from fsdp_sim.store import WorldStore
-from fsdp_sim.streams import new_stream
-from fsdp_sim.task import HANDOVER_SECONDS_MAX
 from fsdp_sim.trace import Trace
-from fsdp_sim.world import STEP_LIMIT_DEFAULT, Rank, World
 
 _RUNNING: list["Simulation"] = []
 

@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 from fsdp_sim import checkers as checkers_
 from fsdp_sim.arguments import check_integer, check_positive, check_seconds, several
+from fsdp_sim.engine.faults import Rule, rules_of
+from fsdp_sim.engine.task import HANDOVER_SECONDS_MAX
+from fsdp_sim.engine.world import STEP_LIMIT_DEFAULT
 from fsdp_sim.errors import (
     FINDING_KINDS,
     ConfigError,
@@ -18,15 +21,12 @@ from fsdp_sim.errors import (
     SimulationError,
     WrongSchema,
 )
-from fsdp_sim.faults import Rule, rules_of
 from fsdp_sim.knobs import Knobs
 from fsdp_sim.schedule import RANKS_MAX, Schedule
 from fsdp_sim.scheduler import Misfit, Recheck, Replay, Scheduler, make
 from fsdp_sim.scheduler.pct import STEPS_DEFAULT
 from fsdp_sim.simulation import Report, Settings, Simulation
-from fsdp_sim.task import HANDOVER_SECONDS_MAX
 from fsdp_sim.trace import Trace, diff
-from fsdp_sim.world import STEP_LIMIT_DEFAULT
 
 
 def simulate(  # noqa: PLR0913  the public call: all but two by keyword
@@ -64,7 +64,7 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
             ``scheduler``.
         scheduler: "program_order", "uniform", "pct" or "replay", or an object that chooses.
         steps: decisions that "pct" expects in a run, to spread its change points over.
-        faults: what is to go wrong, such as "crash:issue@rank=1,at=3" (``fsdp_sim.faults``).
+        faults: what is to go wrong, such as "crash:issue@rank=1,at=3" (``fsdp_sim.engine.faults``).
         knobs: what makes the run less friendly: "late", "collect", "shuffle3"; "cuda" for a program that
             says ``cuda`` and ``nccl``; "values" to see no operators, at a fraction of the cost: values,
             matching and deadlocks alone are checked (``fsdp_sim.knobs``, and the limits page).
@@ -241,7 +241,7 @@ def _wrong_schema(simulation: Simulation) -> WrongSchema:
     lies = "\n".join(f"  {lie}" for lie in simulation.lies)
     return WrongSchema(
         "operators must do to bytes what the simulator knows of them, got:\n"
-        f"{lies}\nadd them to the tables of fsdp_sim.dispatch"
+        f"{lies}\nadd them to the tables of fsdp_sim.engine.dispatch"
     )
 
 

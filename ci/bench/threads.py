@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
 )
 
-from fsdp_sim.patches import isolate_threads
+from fsdp_sim.engine.patches import isolate_threads
 
 
 def pin() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ci.gpu.process import has_gpu
 from fsdp_core import device as accelerator
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 from fsdp_sim.mutation.probe import Probe
 from fsdp_sim.mutation.site import Site, Verb
 from fsdp_sim.mutation.subject import Subject

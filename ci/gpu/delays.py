@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ci.gpu.process import has_gpu
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
 from fsdp_sim.errors import Finding
 from fsdp_sim.op import Source
 

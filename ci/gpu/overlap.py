@@ -17,8 +17,8 @@ from ci.gpu.delays import sleep
 from ci.gpu.findings import on_device_once
 from ci.gpu.process import device, has_gpu, one_process_group
 from ci.gpu.programs import kept, without_collector
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
 from fsdp_sim.program import run_program
 
 PROGRAMS = ("zero3", "zero1", "microbatches", "hsdp_outer", "hfsdp_outer", "one_stream")

@@ -20,8 +20,8 @@ from ci.tour.figures import findings_of_steps, step_figures
 from ci.tour.reference import train_at_once, train_in_turn
 from ci.tour.simulated import Trained, train_on_rank, whole_weights
 from examples.train_lm import make_model, parse
-from fsdp_sim.picture import draw
-from fsdp_sim.report import finding_text
+from fsdp_sim.views.picture import draw
+from fsdp_sim.views.report import finding_text
 
 RANKS = 4
 STEPS = 24

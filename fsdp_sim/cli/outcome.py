@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from fsdp_sim.errors import ConfigError, FindingError, RunError
-from fsdp_sim.report import report_text
+from fsdp_sim.views.report import report_text
 
 if TYPE_CHECKING:
     from fsdp_sim.simulation import Report

@@ -9,8 +9,8 @@ from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import CHECKERS, make
 from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, console, judging
 from fsdp_sim.errors import Finding
-from fsdp_sim.report import finding_text
 from fsdp_sim.trace import Trace, diff
+from fsdp_sim.views.report import finding_text
 
 stored = click.Path(exists=True, dir_okay=False)
 
@@ -49,8 +49,8 @@ def picture(file: str, output: str) -> None:
 
 def draw_run(run: Trace, findings: Sequence[Finding], path: str) -> None:
     """Draw the first finding of a run, or else an overlap; say so where there is neither."""
-    from fsdp_sim.finding_picture import draw_finding
-    from fsdp_sim.picture import draw
+    from fsdp_sim.views.finding_picture import draw_finding
+    from fsdp_sim.views.picture import draw
 
     if findings:
         draw_finding(run.ops, findings[0], run.world_size, path)

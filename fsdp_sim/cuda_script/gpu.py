@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
 from fsdp_sim.checkers.memory_peak import MemoryPeak
 from fsdp_sim.checkers.words import Words
-from fsdp_sim.machine import Machine
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine
 from fsdp_sim.op import Op
 
 

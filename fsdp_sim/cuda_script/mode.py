@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import deferral, host_reads, patches
 from fsdp_sim.cuda_script.gpu import Gpu
-from fsdp_sim.dispatch import (
+from fsdp_sim.engine import deferral, host_reads, patches
+from fsdp_sim.engine.dispatch import (
     NEEDS_NO_MEMORY,
     Operator,
     RankMode,
@@ -28,10 +28,10 @@ from fsdp_sim.dispatch import (
     run_on_host,
     run_on_stream,
 )
-from fsdp_sim.machine import Machine
-from fsdp_sim.memory import StorageRecord
+from fsdp_sim.engine.machine import Machine
+from fsdp_sim.engine.memory import StorageRecord
+from fsdp_sim.engine.tensors import access_of
 from fsdp_sim.op import Access, Kind
-from fsdp_sim.tensors import access_of
 
 _CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
-from fsdp_sim import patches
 from fsdp_sim.checkers.caching_allocator import CachingAllocator
 from fsdp_sim.cuda_script import tensors
 from fsdp_sim.cuda_script.gpu import current, own_gpu
+from fsdp_sim.engine import patches
 
 MEMORY_NBYTES = 80 << 30
 """Memory of the simulated GPU; it is counted, and no run ends because it is full."""

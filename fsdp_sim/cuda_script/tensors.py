@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_sim import patches
 from fsdp_sim.cuda_script.gpu import current, device_of, is_on_gpu, own_gpu
+from fsdp_sim.engine import patches
 
 
 def install(undo: patches.Patches) -> None:

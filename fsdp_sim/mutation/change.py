@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 
 
 @dataclass(frozen=True)

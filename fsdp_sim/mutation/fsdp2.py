@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 
 WIDTH, ROWS, STEPS = 4, 2, 2
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches, streams, work
-from fsdp_sim.machine import Machine
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches, streams, work
+from fsdp_sim.engine.machine import Machine
 from fsdp_sim.mutation.site import Site, Verb
 from fsdp_sim.mutation.subject import Subject
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import patches, shims
+from fsdp_sim.engine import patches, shims
+from fsdp_sim.engine.streams import new_stream
 from fsdp_sim.recorder.process import ProcessMachine
-from fsdp_sim.streams import new_stream
 
 
 def install(undo: patches.Patches, machine: ProcessMachine) -> None:

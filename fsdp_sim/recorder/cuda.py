@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches, streams
-from fsdp_sim.machine import Machine, caller
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches, streams
+from fsdp_sim.engine.machine import Machine, caller
 from fsdp_sim.op import Kind
 from fsdp_sim.recorder.process import DeviceMachine
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_sim import patches, process_group
-from fsdp_sim.dispatch import RankMode
+from fsdp_sim.engine import patches, process_group
+from fsdp_sim.engine.dispatch import RankMode
+from fsdp_sim.engine.process_group import Entry, GroupCall
+from fsdp_sim.engine.tensors import access_of
+from fsdp_sim.engine.work import WorkFuture, join_before_backward_ends
 from fsdp_sim.op import Access, Kind
-from fsdp_sim.process_group import Entry, GroupCall
 from fsdp_sim.recorder.process import ProcessMachine
-from fsdp_sim.tensors import access_of
-from fsdp_sim.work import WorkFuture, join_before_backward_ends
 
 
 class RecordingMode(RankMode):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_sim import patches
 from fsdp_sim.analysis import Analysis
-from fsdp_sim.machine import Machine
-from fsdp_sim.meeting import Wire
-from fsdp_sim.memory import Memory, StorageRecord
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine
+from fsdp_sim.engine.meeting import Wire
+from fsdp_sim.engine.memory import Memory, StorageRecord
 from fsdp_sim.op import UNKNOWN, Op, Source
 
 if TYPE_CHECKING:
-    from fsdp_sim.streams import Stream
+    from fsdp_sim.engine.streams import Stream
 
 
 class _Unscheduled:

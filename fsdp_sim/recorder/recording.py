@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_sim import machine as machines
-from fsdp_sim import meshes, patches, shims
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import meshes, patches, shims
+from fsdp_sim.engine.machine import LOCAL
 from fsdp_sim.errors import ConfigError
-from fsdp_sim.machine import LOCAL
 from fsdp_sim.recorder import cpu, cuda
 from fsdp_sim.recorder.mode import RecordingMode
 from fsdp_sim.recorder.process import DeviceMachine, ProcessMachine

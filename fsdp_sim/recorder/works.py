@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.process_group import GroupCall, communicator_of
 from fsdp_sim.op import Kind
-from fsdp_sim.process_group import GroupCall, communicator_of
 from fsdp_sim.recorder.mode import emit_call
 from fsdp_sim.recorder.process import ProcessMachine
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from fsdp_sim.faults import ACTIONS, Rule
+from fsdp_sim.engine.faults import ACTIONS, Rule
 from fsdp_sim.program.check import RANKS_MAX
 from fsdp_sim.strategies.arguments import Draw, check_kinds, check_range, number, pick
 

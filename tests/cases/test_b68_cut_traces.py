@@ -19,9 +19,9 @@ from torch.profiler import record_function
 import fsdp_sim
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make
-from fsdp_sim.flight_recorder import PREFIX, dump
 from fsdp_sim.op import Call, Kind, Op
 from fsdp_sim.trace import Trace
+from fsdp_sim.views.flight_recorder import PREFIX, dump
 
 RANKS = 3
 COUNT = 20

@@ -239,7 +239,7 @@ def test_a_failed_assertion_of_a_rank_shows_its_own_line(pytester: pytest.Pytest
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*assert value.tolist() == [[]6.0, 7.0]", "AssertionError: *"])
-    result.stdout.no_fnmatch_line("*fsdp_sim/world.py*")
+    result.stdout.no_fnmatch_line("*fsdp_sim/engine/world.py*")
     result.stdout.no_fnmatch_line("*fsdp_sim/exploration.py*")
 
 

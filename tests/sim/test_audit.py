@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp_sim
-from fsdp_sim import dispatch
+from fsdp_sim.engine import dispatch
 from tests.sim.litmus import on_one_rank
 from tests.sim.test_determinism import train
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 from fsdp_sim.op import Kind, Op
 from tests.sim.litmus import cpu, findings, is_racy, on_one_rank, ops_of
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import fsdp_sim
-from fsdp_sim.collectives import COLLECTIVES
+from fsdp_sim.engine.collectives import COLLECTIVES
 
 W = 3
 CPU = torch.device("cpu")

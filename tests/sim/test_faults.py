@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import fsdp_sim
-from fsdp_sim import faults
+from fsdp_sim.engine import faults
+from fsdp_sim.engine.faults import Rule
 from fsdp_sim.errors import InjectedCrash, InjectedFault
-from fsdp_sim.faults import Rule
 
 
 def sums(rank: int) -> list[float]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sim
-from fsdp_sim.finding_picture import draw_finding
+from fsdp_sim.views.finding_picture import draw_finding
 
 
 def race(_: int) -> None:

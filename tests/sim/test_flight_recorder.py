@@ -8,9 +8,9 @@ from torch.distributed.flight_recorder.components.builder import build_db
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
 from torch.distributed.flight_recorder.components.loader import read_dir
 
-from fsdp_sim.flight_recorder import PREFIX, dump
 from fsdp_sim.op import Call, Kind
 from fsdp_sim.trace import Trace
+from fsdp_sim.views.flight_recorder import PREFIX, dump
 from tests.sim.ops import Ops
 
 

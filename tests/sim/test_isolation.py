@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_sim
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 from tests.sim.litmus import on_one_rank
 
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")

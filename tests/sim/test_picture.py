@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_sim.op import Kind
-from fsdp_sim.picture import draw, find_overlap
 from fsdp_sim.timeline import rank_timeline
+from fsdp_sim.views.picture import draw, find_overlap
 from tests.sim.ops import Ops
 
 COMPUTE, GATHER = 0, 1

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from fsdp_sim.errors import Finding, OpSite
 from fsdp_sim.op import Source
-from fsdp_sim.report import finding_text, shorten, source_line
+from fsdp_sim.views.report import finding_text, shorten, source_line
 
 
 def test_a_finding_shows_both_ops_with_their_code(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_sim
-from fsdp_sim import streams
+from fsdp_sim.engine import streams
 from tests.sim.litmus import accelerator, cpu, findings, is_racy, on_one_rank
 
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from fsdp_sim.checkers import deadlock
 from fsdp_sim.checkers.device_graph import Launch, Operation
+from fsdp_sim.engine.machine import Machine
+from fsdp_sim.engine.meeting import Pending
+from fsdp_sim.engine.world import Rank, RankState
 from fsdp_sim.errors import CannotRunAhead, Finding, OpSite, SimulationError
-from fsdp_sim.machine import Machine
-from fsdp_sim.meeting import Pending
 from fsdp_sim.op import Op
-from fsdp_sim.world import Rank, RankState
 
 
 def find_deadlock(machines: Sequence[Machine]) -> Finding | None:

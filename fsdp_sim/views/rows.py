@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from fsdp_sim.op import Kind, Op
-from fsdp_sim.report import shorten
 from fsdp_sim.timeline import RankTimeline, Span, rank_timeline
+from fsdp_sim.views.report import shorten
 
 COLOURS = {"all_gather": "#4c72b0", "reduce_scatter": "#c44e52", "all_reduce": "#8172b3"}
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}

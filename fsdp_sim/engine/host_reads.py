@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim.memory import Memory
+from fsdp_sim.engine.memory import Memory
 
 READS_VALUE = frozenset(
     ("_local_scalar_dense", "equal", "is_nonzero", "allclose", "_linalg_check_errors")

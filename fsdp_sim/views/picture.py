@@ -7,8 +7,8 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from fsdp_sim.op import Op
-from fsdp_sim.rows import Piece, Rows, pieces
 from fsdp_sim.timeline import Join, RankTimeline
+from fsdp_sim.views.rows import Piece, Rows, pieces
 
 MARGIN_UNITS = 30
 """What is shown before and after the overlap."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine
+from fsdp_sim.engine.memory import StorageRecord
 from fsdp_sim.errors import Finding, OpSite
-from fsdp_sim.machine import Machine
-from fsdp_sim.memory import StorageRecord
 
 HOLDERS_SHOWN = 4
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_sim import patches
-from fsdp_sim.machine import Machine, caller
-from fsdp_sim.meeting import Pending, geometry_of, moved, settle, tensor_of
-from fsdp_sim.memory import StorageRecord
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine, caller
+from fsdp_sim.engine.meeting import Pending, geometry_of, moved, settle, tensor_of
+from fsdp_sim.engine.memory import StorageRecord
+from fsdp_sim.engine.tensors import access_of
 from fsdp_sim.op import Access, Kind, Source
-from fsdp_sim.tensors import access_of
 
 
 class Deferred(Pending):

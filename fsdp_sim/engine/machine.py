@@ -6,24 +6,24 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sim import patches
 from fsdp_sim.analysis import Analysis
-from fsdp_sim.backward import Backward
 from fsdp_sim.clock import Clocks
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.backward import Backward
+from fsdp_sim.engine.memory import Memory, StorageRecord
+from fsdp_sim.engine.task import RankLocal
+from fsdp_sim.engine.world import Rank, Wait
 from fsdp_sim.errors import FINDING_KINDS, Finding, OpSite
-from fsdp_sim.memory import Memory, StorageRecord
 from fsdp_sim.op import UNKNOWN, Access, Call, Kind, Op, Source
-from fsdp_sim.task import RankLocal
-from fsdp_sim.world import Rank, Wait
 
 if TYPE_CHECKING:
     from fsdp_sim.checkers.device_graph import Launch
     from fsdp_sim.cuda_script.gpu import Gpu
-    from fsdp_sim.faults import Faults
-    from fsdp_sim.meeting import Pending, Wire
-    from fsdp_sim.process_group import Communicator
-    from fsdp_sim.streams import Stream
-    from fsdp_sim.work import Work, WorkFuture
+    from fsdp_sim.engine.faults import Faults
+    from fsdp_sim.engine.meeting import Pending, Wire
+    from fsdp_sim.engine.process_group import Communicator
+    from fsdp_sim.engine.streams import Stream
+    from fsdp_sim.engine.work import Work, WorkFuture
 
 ANNOTATION_PREFIXES = ("fsdp_core::", "FSDP::")
 """Ranges whose name starts so label ops and take part in matching; users extend the list."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim.patches import reduce_op_name
+from fsdp_sim.engine.patches import reduce_op_name
 
 Values = Sequence[Sequence[Any]]
 """Per group rank: the inputs that it gave, then its extra values."""

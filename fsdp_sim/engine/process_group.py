@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
 from fsdp_sim.checkers.device_graph import key_of
-from fsdp_sim.collectives import (
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.collectives import (
     COLLECTIVES,
     Meaning,
     Request,
@@ -22,12 +22,12 @@ from fsdp_sim.collectives import (
     check_layout,
     message,
 )
-from fsdp_sim.machine import Machine
-from fsdp_sim.meeting import Meeting, Part, poison, settle
+from fsdp_sim.engine.machine import Machine
+from fsdp_sim.engine.meeting import Meeting, Part, poison, settle
+from fsdp_sim.engine.streams import Stream, new_stream
+from fsdp_sim.engine.tensors import access_of
+from fsdp_sim.engine.work import Work, is_from_cpp, let_go_of_passed
 from fsdp_sim.op import Access, Call, Kind
-from fsdp_sim.streams import Stream, new_stream
-from fsdp_sim.tensors import access_of
-from fsdp_sim.work import Work, is_from_cpp, let_go_of_passed
 
 
 class Communicator:

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
-from fsdp_sim.dispatch import HostMode
-from fsdp_sim.machine import Machine
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.dispatch import HostMode
+from fsdp_sim.engine.machine import Machine
 
 
 def install(undo: patches.Patches) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import LOCAL, Machine
+from fsdp_sim.engine.task import Thread
 from fsdp_sim.errors import UnseenThread
-from fsdp_sim.machine import LOCAL, Machine
-from fsdp_sim.task import Thread
 
 
 def install(undo: patches.Patches) -> None:

@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches, process_group, threads
-from fsdp_sim.group_calls import Parts
-from fsdp_sim.machine import LOCAL, Machine
-from fsdp_sim.store import Contents, program_stores
-from fsdp_sim.work import WorkFuture, collect_all, join_before_backward_ends
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches, process_group, threads
+from fsdp_sim.engine.group_calls import Parts
+from fsdp_sim.engine.machine import LOCAL, Machine
+from fsdp_sim.engine.store import Contents, program_stores
+from fsdp_sim.engine.work import WorkFuture, collect_all, join_before_backward_ends
 
 BACKENDS = ("gloo", "nccl", patches.BACKEND)
 """Backends that a program may ask for: each is played by the simulator's own, with NCCL's meaning."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 
 
 class Slot(NamedTuple):

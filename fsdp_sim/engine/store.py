@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
 from fsdp_sim.checkers.deadlock import StoreKey
-from fsdp_sim.world import Rank, Wait
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.world import Rank, Wait
 
 
 class Contents:

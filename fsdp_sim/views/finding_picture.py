@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from fsdp_sim.errors import Finding, OpSite
 from fsdp_sim.op import Op
-from fsdp_sim.report import source_line
-from fsdp_sim.rows import Rows
 from fsdp_sim.timeline import Span
+from fsdp_sim.views.report import source_line
+from fsdp_sim.views.rows import Rows
 
 MARGIN_UNITS = 12
 """What is shown before and after the operations."""

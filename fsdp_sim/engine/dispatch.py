@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_sim import deferral, host_reads, patches, process_group
-from fsdp_sim.machine import Machine, caller
-from fsdp_sim.memory import StorageRecord
+from fsdp_sim.engine import deferral, host_reads, patches, process_group
+from fsdp_sim.engine.machine import Machine, caller
+from fsdp_sim.engine.memory import StorageRecord
+from fsdp_sim.engine.tensors import access_of
 from fsdp_sim.op import Access, Kind
-from fsdp_sim.tensors import access_of
 
 VIEWS = frozenset(
     (

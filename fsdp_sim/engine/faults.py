@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fsdp_sim.errors import ConfigError, InjectedFault
 
 if TYPE_CHECKING:
-    from fsdp_sim.world import Rank
+    from fsdp_sim.engine.world import Rank
 
 ACTIONS = {
     "issue": ("crash", "hang", "delay", "drop", "duplicate", "corrupt"),
@@ -243,7 +243,7 @@ class Site:
         Raises:
             InjectedFault: it fails here.
         """
-        from fsdp_sim import machine as machines
+        from fsdp_sim.engine import machine as machines
 
         machine = machines.current()
         if machine is not None and machine.faults is not None:

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fsdp_sim import patches
 from fsdp_sim.checkers.device_graph import DeviceGraph, Launch
-from fsdp_sim.collectives import Compute
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.collectives import Compute
+from fsdp_sim.engine.faults import corrupt
+from fsdp_sim.engine.group_calls import GroupCalls
+from fsdp_sim.engine.memory import StorageRecord
+from fsdp_sim.engine.tensors import overlaps
+from fsdp_sim.engine.world import Rank
 from fsdp_sim.errors import RunError
-from fsdp_sim.faults import corrupt
-from fsdp_sim.group_calls import GroupCalls
-from fsdp_sim.memory import StorageRecord
 from fsdp_sim.op import Access, Call, Source
-from fsdp_sim.tensors import overlaps
-from fsdp_sim.world import Rank
 
 if TYPE_CHECKING:
-    from fsdp_sim.machine import Machine
-    from fsdp_sim.store import WorldStore
+    from fsdp_sim.engine.machine import Machine
+    from fsdp_sim.engine.store import WorldStore
 
 Geometry = tuple[Any, Any, tuple[int, ...], tuple[int, ...]]
 """dtype, storage offset, sizes and strides: what makes a tensor of a storage."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_sim import machine as machines
-from fsdp_sim import patches
-from fsdp_sim.machine import Machine
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine
 
 _HASHES: dict[int, tuple[weakref.ref[Any], int]] = {}
 """Address -> the object there and its hash, as long as it lives."""

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from fsdp_sim import dispatch, patches
-from fsdp_sim.dispatch import Operator, RankMode
-from fsdp_sim.machine import Machine
+from fsdp_sim.engine import dispatch, patches
+from fsdp_sim.engine.dispatch import Operator, RankMode
+from fsdp_sim.engine.machine import Machine
 
 SKIPPED_NAMESPACES = (
     "c10d",

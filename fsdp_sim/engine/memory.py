@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 from fsdp_sim.op import UNKNOWN, Kind, Source
 
 if TYPE_CHECKING:
-    from fsdp_sim.faults import Faults
-    from fsdp_sim.machine import Machine
-    from fsdp_sim.meeting import Pending
+    from fsdp_sim.engine.faults import Faults
+    from fsdp_sim.engine.machine import Machine
+    from fsdp_sim.engine.meeting import Pending
 
 POISON = 0xFF
 """A byte of which NaNs of all floating-point types, and -1 of all integer types, are made."""

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Protocol, Self
 
 import torch
 
-from fsdp_sim import machine as machines
-from fsdp_sim import threads
-from fsdp_sim.machine import LOCAL, Machine, caller
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine import threads
+from fsdp_sim.engine.machine import LOCAL, Machine, caller
 from fsdp_sim.op import Kind, Source
 
 QUERIES_UNTIL_DONE = 16

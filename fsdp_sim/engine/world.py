@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn, Protocol
 
+from fsdp_sim.engine.task import HANDOVER_SECONDS_MAX, POOL, Arrivals, Baton, line_of, this_thread
 from fsdp_sim.errors import HandoverTimeout, InjectedCrash, SimulationError, StepLimit, Unwind
 from fsdp_sim.scheduler import Decision, Scheduler
-from fsdp_sim.task import HANDOVER_SECONDS_MAX, POOL, Arrivals, Baton, line_of, this_thread
 
 POLLS_UNTIL_YIELD = 16
 """A rank that polls so often and does nothing else lets the next one go on, in program order too: what it

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from fsdp_sim import patches
 from fsdp_sim.checkers.device_graph import Launch
-from fsdp_sim.machine import Machine
-from fsdp_sim.meeting import Part
+from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine
+from fsdp_sim.engine.meeting import Part
+from fsdp_sim.engine.streams import is_done, new_stream, set_stream
 from fsdp_sim.op import Kind
-from fsdp_sim.streams import is_done, new_stream, set_stream
 
 WORKS_LOOKED_AT = 32
 """Handles, the oldest first, that are looked at each time: more are let go than are made."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim import deferral, groups, hashes, meshes, patches, streams, threads
-from fsdp_sim import machine as machines
-from fsdp_sim.dispatch import host_read
-from fsdp_sim.faults import tear
-from fsdp_sim.tensors import access_of
+from fsdp_sim.engine import deferral, groups, hashes, meshes, patches, streams, threads
+from fsdp_sim.engine import machine as machines
+from fsdp_sim.engine.dispatch import host_read
+from fsdp_sim.engine.faults import tear
+from fsdp_sim.engine.tensors import access_of
 
 
 def install(undo: patches.Patches, *, sees_operators: bool = True) -> None:

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fsdp_sim import patches
+from fsdp_sim.engine import patches
 from fsdp_sim.op import Kind
 
 if TYPE_CHECKING:
-    from fsdp_sim.machine import Machine
-    from fsdp_sim.streams import Stream
+    from fsdp_sim.engine.machine import Machine
+    from fsdp_sim.engine.streams import Stream
 
 _LEAF_STREAM = "fsdp_sim stream"
 """Key in a leaf node's metadata, which live as long as the node: a node that is kept keeps its stream."""

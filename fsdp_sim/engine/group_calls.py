@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdp_sim.checkers.deadlock import Arrival
+from fsdp_sim.engine.world import Rank, Wait
 from fsdp_sim.errors import Finding
 from fsdp_sim.op import Source
-from fsdp_sim.world import Rank, Wait
 
 Parts = tuple[tuple[int, ...], ...]
 """The ranks of each group that a call makes."""

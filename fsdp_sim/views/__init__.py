@@ -1,0 +1,1 @@
+"""Views: what people and other tools look at - reports, pictures, dumps."""
