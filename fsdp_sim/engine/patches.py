@@ -13,7 +13,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -44,10 +44,10 @@ MISSING = object()
 
 
 class Patches:
-    """Replacements in force, undone in reverse order."""
+    """Replacements in force, undone in reverse order: all of them, also when undoing one raises."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` if this version of PyTorch has it."""
@@ -56,9 +56,9 @@ class Patches:
         own = owner.__dict__.get(name, MISSING)
         setattr(owner, name, value)
         if own is MISSING:
-            self._undo.append(lambda: delattr(owner, name))
+            self._undo.callback(delattr, owner, name)
         else:
-            self._undo.append(lambda: setattr(owner, name, own))
+            self._undo.callback(setattr, owner, name, own)
 
     def define(self, owner: Any, name: str, value: Any) -> None:
         """Give ``owner`` a name that it may not have."""
@@ -66,7 +66,7 @@ class Patches:
             self.replace(owner, name, value)
             return
         setattr(owner, name, value)
-        self._undo.append(lambda: delattr(owner, name))
+        self._undo.callback(delattr, owner, name)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """Replace ``owner.name`` by what ``wrapper`` makes of it, if this version has it."""
@@ -84,16 +84,15 @@ class Patches:
         original = function.__wrapped__
         (cell,) = (each for each in function.__closure__ if each.cell_contents is original)
         cell.cell_contents = wrapper(original)
-        self._undo.append(lambda: setattr(cell, "cell_contents", original))
+        self._undo.callback(setattr, cell, "cell_contents", original)
 
     def on_exit(self, undo: Callable[[], None]) -> None:
         """Call ``undo`` when the replacements are undone."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def undo(self) -> None:
         """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 # ---------------------------------------------------------------------- per-process state (isolation)

@@ -12,6 +12,7 @@ import sys
 import threading  # noqa: TID251  what a world does to threads is tested
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -370,3 +371,15 @@ def test_garbage_is_collected_where_the_world_says_alone() -> None:
     """Python's own collector would run at other points in another process."""
     assert gc.isenabled()
     assert fsdp_sim.simulate(lambda rank: gc.isenabled(), 2).results == [False, False]
+
+
+def test_replacements_are_undone_also_when_undoing_one_raises() -> None:
+    """A broken one comes out as itself, and leaves none of the others in force."""
+    undo, owner = patches.Patches(), SimpleNamespace(name="own")
+    undo.replace(owner, "name", "replaced")
+    undo.on_exit(lambda: pytest.fail("broken"))
+
+    with pytest.raises(pytest.fail.Exception, match="broken"):
+        undo.undo()
+
+    assert owner.name == "own"
