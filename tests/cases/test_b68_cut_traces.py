@@ -11,9 +11,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.flight_recorder.components.builder import build_db
-from torch.distributed.flight_recorder.components.config_manager import JobConfig
-from torch.distributed.flight_recorder.components.loader import read_dir
 from torch.profiler import record_function
 
 import fsdp_sim
@@ -21,7 +18,7 @@ from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make
 from fsdp_sim.op import Call, Kind, Op
 from fsdp_sim.trace import Trace
-from fsdp_sim.views.flight_recorder import PREFIX, dump
+from tests.sim.frtrace import analysed
 
 RANKS = 3
 COUNT = 20
@@ -125,11 +122,8 @@ def test_pytorchs_own_analysis_matches_a_dump_that_begins_late(tmp_path: Path) -
     """Dumps are numbered as the run was, not from where they begin."""
     ranks = records()
     ops = [op for rank, each in enumerate(ranks) for op in each[COUNT - KEPT - 2 * rank :]]
-    dump(Trace.of(ops, RANKS), tmp_path)
-    arguments = JobConfig().parse_args([str(tmp_path), "--prefix", PREFIX])
-    details, version = read_dir(arguments)
 
-    collectives = build_db(details, arguments, version).collectives
+    collectives = analysed(Trace.of(ops, RANKS), tmp_path).collectives
 
     whole = [collective for collective in collectives if not collective.missing_ranks]
     assert len(whole) == KEPT

@@ -1,16 +1,14 @@
 """Flight recorder: dumps that PyTorch's own analysis understands."""
 
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.flight_recorder.components.builder import build_db
-from torch.distributed.flight_recorder.components.config_manager import JobConfig
-from torch.distributed.flight_recorder.components.loader import read_dir
-
 from fsdp_sim.op import Call, Kind
 from fsdp_sim.trace import Trace
-from fsdp_sim.views.flight_recorder import PREFIX, dump
+from fsdp_sim.views.flight_recorder import dump
+from tests.sim.frtrace import analysed
 from tests.sim.ops import Ops
 
 
@@ -20,12 +18,9 @@ def issue(ops: Ops, name: str, sequence: int, *sizes: int, **more: Any) -> None:
     ops.add(Kind.COLLECTIVE, name, 0, call=call)
 
 
-def analysed(tmp_path: Path, *ranks: Ops) -> Any:
-    """Dump the ranks' ops and run PyTorch's analysis over them."""
-    dump(Trace.of([op for ops in ranks for op in ops], len(ranks)), tmp_path)
-    arguments = JobConfig().parse_args([str(tmp_path), "--prefix", PREFIX])
-    details, version = read_dir(arguments)
-    return build_db(details, arguments, version)
+def trace_of(ranks: Sequence[Ops]) -> Trace:
+    """Return the trace of all ranks."""
+    return Trace.of([op for ops in ranks for op in ops], len(ranks))
 
 
 def test_matching_collectives_pass_the_check(tmp_path: Path) -> None:
@@ -43,7 +38,7 @@ def test_matching_collectives_pass_the_check(tmp_path: Path) -> None:
         issue(ops, "barrier", 8)
         issue(ops, "reduce_scatter", 9, 8, 4, reduce_op="SUM")
 
-    collectives = analysed(tmp_path, *ranks).collectives
+    collectives = analysed(trace_of(ranks), tmp_path).collectives
 
     assert [c.pass_check for c in collectives] == [True] * 10
     assert [c.collective_state for c in collectives] == ["completed"] * 10
@@ -55,7 +50,7 @@ def test_a_mismatch_is_named_by_rank(tmp_path: Path) -> None:
     issue(ranks[0], "all_reduce", 0, 8, reduce_op="SUM")
     issue(ranks[1], "broadcast", 0, 8, root=0)
 
-    (first, *_) = analysed(tmp_path, *ranks).collectives
+    (first, *_) = analysed(trace_of(ranks), tmp_path).collectives
 
     assert not first.pass_check
     assert list(first.mismatch_collectives) == [1]
@@ -67,7 +62,7 @@ def test_uneven_sizes_that_differ_are_a_mismatch(tmp_path: Path) -> None:
     issue(ranks[0], "all_gather", 0, 8, 4)
     issue(ranks[1], "all_gather", 0, 4, 8)
 
-    (first, *_) = analysed(tmp_path, *ranks).collectives
+    (first, *_) = analysed(trace_of(ranks), tmp_path).collectives
 
     assert not first.pass_check
 
@@ -79,7 +74,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         issue(ops, "all_reduce", 0, 8, reduce_op="SUM")
     issue(ranks[0], "all_reduce", 1, 8, reduce_op="SUM")
 
-    done, waiting = analysed(tmp_path, *ranks).collectives
+    done, waiting = analysed(trace_of(ranks), tmp_path).collectives
 
     assert done.pass_check
     assert waiting.missing_ranks == {1}
@@ -91,7 +86,7 @@ def test_messages_are_matched_in_pairs(tmp_path: Path) -> None:
     ranks = Ops(0), Ops(1)
     issue(ranks[0], "send", 0, 8, peer=1)
     issue(ranks[1], "recv", 0, 8, peer=0)
-    database = analysed(tmp_path, *ranks)
+    database = analysed(trace_of(ranks), tmp_path)
 
     assert [call.collective_type for call in database.ncclcalls] == ["nccl:send 0->1"] * 2
     assert all(collective.pass_check for collective in database.collectives)
