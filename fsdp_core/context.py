@@ -377,7 +377,7 @@ class FsdpContext:
             The all-gather stream is put behind the current one, so behind the last writes of the
             weights.
         """
-        if self._post_backward_hook_registered and not in_graph_task():
+        if self._is_broken_off:
             warnings.warn(
                 "the last backward pass of this FsdpContext did not end; the context was reset "
                 "and all its gradients were dropped, since part of them may be missing",
@@ -715,6 +715,25 @@ class FsdpContext:
                 unit.forget_hidden_uses()
             self._hidden.clear()
 
+    def check_backward_ended(self) -> None:
+        """Check that no backward pass broke off: some of its gradients would be missing.
+
+        Raises:
+            StateError: the last one raised, or was driven by hand and not ended.
+        """
+        if self._is_broken_off:
+            msg = (
+                "a backward pass must end before its gradients are used, got one that raised, or that "
+                "was driven by hand without context.post_backward(); call context.reset(), which drops "
+                "all gradients, and repeat the step"
+            )
+            raise self.located(StateError(msg))
+
+    @property
+    def _is_broken_off(self) -> bool:
+        """Whether a backward pass began that neither runs now nor has ended."""
+        return self._post_backward_hook_registered and not in_graph_task()
+
     def finish_grad_sync(self) -> None:
         """Put the current stream behind all reductions so far.
 
@@ -755,9 +774,9 @@ class FsdpContext:
             unit.come_to_rest()
         if self.is_last_microbatch and not self.caller_managed_grad_sync:
             self.finish_grad_sync()
+        self._post_backward_hook_registered = False
         self._run_gradient_hooks()
         self._forget_hidden_uses()
-        self._post_backward_hook_registered = False
         self._deviation_before, self._deviation = self._deviation, None
         self.stats.steps += 1
         self._end_pass()

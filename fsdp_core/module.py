@@ -1092,6 +1092,7 @@ def complete_groups(groups: Iterable[ParameterGroup]) -> None:
             raise without_model(group.members[0].fqn)
         units[unit] = None
     for unit in units:
+        unit.context.check_backward_ended()
         unit.check_complete()
         unit.await_gather()
         if unit.context.has_unwaited_reductions:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_core.errors import ConfigError, ConfigTypeError, UnsupportedError
+from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from fsdp_core.module import complete_groups, refuse_closure
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.torch_private import local_tensor
@@ -196,12 +196,14 @@ class _LocalStep:
         if optimizer.state is not self._public_state:
             self._take_state(optimizer.state)
         self._public_params = [group["params"] for group in optimizer.param_groups]
-        for group, runs in zip(optimizer.param_groups, self._runs, strict=True):
+        grads = [[self._local_grad(run) for run in runs] for runs in self._runs]
+        # Nothing raises from here on: a step that cannot be made leaves the optimizer as it was.
+        for group, runs, of_runs in zip(optimizer.param_groups, self._runs, grads, strict=True):
             # Some fused kernels lose what is pending where the last tensor they meet is empty
             # (TransformerEngine#3207), so empty ones come first.
             group["params"] = sorted((run.plain for run in runs), key=_has_elements)
-            for run in runs:
-                self._set_grad(run)
+            for run, grad in zip(runs, of_runs, strict=True):
+                self._set_grad(run.plain, grad)
         self._public_state = optimizer.state
         optimizer.state = self._local_state
 
@@ -227,22 +229,36 @@ class _LocalStep:
                     _split(runs, run)
                     self._public_state = None
 
-    def _set_grad(self, run: _Run) -> None:
-        grad = run.parts[0].parameter.grad
+    def _local_grad(self, run: _Run) -> Tensor | None:
+        """Return the gradient of a run, flat; None if it has none.
+
+        Raises:
+            StateError: a user's has other rows than the parameter has here.
+        """
+        first = run.parts[0]
+        grad = first.parameter.grad
         if grad is None:
-            run.plain.grad = None
-            return
-        if grad is run.group.bound_grad(run.parts[0].index):
+            return None
+        if grad is run.group.bound_grad(first.index):
             # Made anew: a view that is kept would keep the memory of gradients that were dropped.
-            local = run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
-        else:
-            local = local_tensor(grad).reshape(-1) if isinstance(grad, DTensor) else grad
-        if local.dtype != run.plain.dtype:
+            return run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
+        local = local_tensor(grad) if isinstance(grad, DTensor) else grad
+        if local.shape != first.local.shape:
+            fqn = run.group.members[first.index].fqn
+            msg = (
+                f"the gradient of parameter {fqn!r} must be the rows that this rank holds, "
+                f"{tuple(first.local.shape)}, got {tuple(local.shape)}; assign a DTensor like the parameter"
+            )
+            raise StateError(msg, fqn=fqn)
+        return local.reshape(-1)
+
+    def _set_grad(self, plain: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is not None and grad.dtype != plain.dtype:
             if self._precision_aware:
-                run.plain.grad_dtype = local.dtype
+                plain.grad_dtype = grad.dtype
             else:
-                local = local.to(run.plain.dtype)
-        run.plain.grad = local
+                grad = grad.to(plain.dtype)
+        plain.grad = grad
 
     # -- state -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_sim
-from fsdp_core import FsdpModule, StateError
+from fsdp_core import FsdpModule, StateError, clip_grad_norm_, fully_shard_optimizer
 from tests.cases.programs import (
     Row,
     Training,
@@ -150,6 +150,31 @@ def test_the_next_forward_resets_by_itself_and_says_so_once() -> None:
         "its gradients were dropped, since part of them may be missing"
     )
     assert fsdp_sim.simulate(program, 2).results == [[message]] * 2
+
+
+@pytest.mark.parametrize("use", ["step", "clip"])
+def test_gradients_of_a_backward_that_raised_are_not_used(use: str) -> None:
+    """Part of them is missing, which no value shows; what to do stands in the error."""
+
+    def program(rank: int) -> list[Tensor]:
+        model = build()
+        shard(model, *NAMES, "")
+        optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        layer = model.get_submodule("B")
+        layer.raises_in = "backward"  # type: ignore[assignment]
+        with pytest.raises(OutOfMemory):
+            attempt(model, rank, 0)
+        with pytest.raises(
+            StateError, match=r"^a backward pass must end before .* context\.reset\(\)"
+        ):
+            optimizer.step() if use == "step" else clip_grad_norm_(model.parameters(), 1.0)
+        assert isinstance(model, FsdpModule)
+        model.context.reset()
+        return [weight.full_tensor() for weight in model.parameters()]  # type: ignore[attr-defined]
+
+    expected = [weight.detach() for weight in build().parameters()]
+    for weights in fsdp_sim.simulate(program, 2, checkers=("races",)).results:
+        assert all(map(torch.equal, weights, expected))
 
 
 @given(st.sampled_from(NAMES), st.sampled_from(["forward", "backward"]), st.booleans())

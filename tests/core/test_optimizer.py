@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp_core
-from fsdp_core import ConfigError, MixedPrecisionPolicy
+from fsdp_core import ConfigError, MixedPrecisionPolicy, StateError
 from tests.cases.programs import (
     ZERO_1,
     Row,
@@ -284,6 +284,28 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
     backwards(expected, -1, 0)
     torch.optim.SGD(expected.parameters(), lr=1.0).step()
     assert_equal(put_together(on_simulated_ranks(body, 2)), dict(expected.named_parameters()))
+
+
+def test_a_gradient_of_other_rows_is_refused_and_leaves_everything_as_it_was() -> None:
+    """PyTorch lets a user assign the whole gradient; the step names the rows that it must have."""
+
+    def body(rank: int) -> str:
+        shard(model := fill(linear()), "")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        held = optimizer.param_groups[0]["params"]
+        step(model, rank, 0)
+        next(model.parameters()).grad = torch.ones(2, 2)
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] is held
+        return str(caught.value)
+
+    message = (
+        "the gradient of parameter 'weight' must be the rows that this rank holds, (1, 2), "
+        "got (2, 2); assign a DTensor like the parameter"
+    )
+    assert on_simulated_ranks(body, 2) == [message] * 2
 
 
 def test_units_that_did_not_run_are_not_stepped() -> None:
