@@ -364,6 +364,19 @@ class FsdpContext:
             )
             raise self.located(StateError(msg))
 
+    def ensure_has_model(self) -> None:
+        """Check that some unit lives, for calls that would otherwise do nothing, silently.
+
+        Raises:
+            StateError: all models that were sharded in the scope are gone.
+        """
+        if self._units and not self._living(self._units):
+            msg = (
+                "a context must not be used when its model is gone, got a call after that; shard the "
+                "new model inside a new fully_shard_context()"
+            )
+            raise self.located(StateError(msg))
+
     # -- forward -----------------------------------------------------------------------------
 
     def current_stream(self) -> Stream:
@@ -762,8 +775,12 @@ class FsdpContext:
         Ordering:
             After the last microbatch the current stream is behind every reduction, unless the
             caller manages that.
+
+        Raises:
+            StateError: driven by hand, and the model is gone.
         """
         if not self._post_backward_hook_registered:
+            self.ensure_has_model()
             self._note_backward()
             for unit in self._living(self._units):
                 unit.take_gradients()

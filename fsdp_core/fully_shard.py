@@ -115,10 +115,14 @@ def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:  # noqa: 
     the last microbatch only. The backward must run inside the scope.
 
     Raises:
-        StateError: the context is not finalized, or the scope had a forward whose backward is
-            still to come: that one would be taken for a last microbatch or not by mistake.
+        ConfigError: an argument of the wrong type.
+        StateError: the context is not finalized, its model is gone, or the scope had a forward whose
+            backward is still to come: that one would be taken for a last microbatch or not by mistake.
     """
+    check_type("context", context, FsdpContext)
+    check_type("is_last", is_last, bool)
     context.ensure_finalized()
+    context.ensure_has_model()
     before = context.is_last_microbatch
     context.is_last_microbatch = is_last
     seen = context.begin_microbatch()

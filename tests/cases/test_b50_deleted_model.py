@@ -87,6 +87,20 @@ def test_an_optimizer_that_outlives_its_model_says_so_at_its_step() -> None:
     assert fsdp_sim.simulate(program, 2).results == [message] * 2
 
 
+@pytest.mark.parametrize("use", ["microbatch", "post_backward"])
+def test_a_context_that_outlives_its_model_says_so(use: str) -> None:
+    """Its calls would do nothing, and look as if they had."""
+
+    def program(_rank: int) -> None:
+        context = trained()[2]
+        scope = fsdp_core.microbatch(context, is_last=True)
+        call = scope.__enter__ if use == "microbatch" else context.post_backward
+        with pytest.raises(StateError, match=r"^a context must not be used when its model is gone"):
+            call()
+
+    fsdp_sim.simulate(program, 2)
+
+
 def test_a_parametrized_model_is_gone_when_garbage_is_collected() -> None:
     """PyTorch gives it a class of its own, which holds it; nothing else may hold that class."""
 

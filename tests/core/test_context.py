@@ -228,7 +228,6 @@ def test_a_deleted_model_leaves_an_empty_order() -> None:
         context = shard(linear(), "", mesh=(1,))
 
         assert list(context.execution_order) == []
-        context.post_backward()
         context.reset()
 
     alone(body)
@@ -296,7 +295,7 @@ def test_the_microbatch_flag_is_restored_even_by_exceptions() -> None:
     """Scopes nest, and each puts back what was before."""
 
     def body() -> None:
-        context = shard(linear(), "", mesh=(1,))
+        context = shard(model := linear(), "", mesh=(1,))
         seen = []
         with fsdp_core.microbatch(context, is_last=False):
             with fsdp_core.microbatch(context, is_last=True):
@@ -308,6 +307,7 @@ def test_the_microbatch_flag_is_restored_even_by_exceptions() -> None:
         seen.append(context.is_last_microbatch)
 
         assert seen == [True, False, False, True]
+        del model
 
     alone(body)
 
@@ -324,6 +324,29 @@ def test_a_microbatch_needs_a_finalized_context() -> None:
             pass
 
     alone(body)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"context": 3}, "context must be a FsdpContext, got 3"),
+        ({"is_last": "no"}, "is_last must be a bool, got 'no'"),
+    ],
+)
+def test_a_microbatch_of_another_type_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """The word "no" would be true."""
+
+    def body() -> str:
+        with fsdp_core.fully_shard_context() as context:
+            pass
+        with (
+            pytest.raises(TypeError) as caught,
+            fsdp_core.microbatch(**({"context": context, "is_last": True} | arguments)),  # type: ignore[arg-type]
+        ):
+            pass
+        return str(caught.value)
+
+    assert alone(body) == message
 
 
 def test_a_microbatch_around_a_forward_alone_is_refused() -> None:
