@@ -50,8 +50,8 @@ _VALUES = "optimizer.values"
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | Path) -> None:
     """Save model and optimizer, each rank its own shards.
 
-    The directory is written under another name and takes its own when it is whole: a save that dies
-    leaves the previous one as it was.
+    The directory is written under another name and takes its own when it is whole. A save that dies
+    leaves the previous one as it was, or with `.old` after its name, where `load_checkpoint` finds it.
 
     Args:
         model: sharded.
@@ -79,13 +79,25 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
 
 
 def _replace(target: Path, partial: Path) -> None:
-    """Let a whole directory take the place of the previous one."""
-    old = target.with_name(target.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
+    """Let a whole directory take the place of the previous one.
+
+    What bears the name `.old` may be the only checkpoint, until a whole one has the target's.
+    """
+    old = _old(target)
+    if _is_whole(target):
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     partial.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(target: Path) -> Path:
+    """Return the name of the previous checkpoint while another takes its place."""
+    return target.with_name(target.name + ".old")
+
+
+def _is_whole(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file() and (directory / METADATA).is_file()
 
 
 def _write_manifest(directory: Path) -> None:
@@ -161,9 +173,8 @@ def load_checkpoint(
 
 def _find(target: Path) -> Path:
     """Return the directory to load: the previous one, if a save died while it took its place."""
-    old = target.with_name(target.name + ".old")
-    for directory in (target, old):
-        if (directory / MANIFEST).is_file() and (directory / METADATA).is_file():
+    for directory in (target, _old(target)):
+        if _is_whole(directory):
             return directory
     msg = (
         f"{str(target)!r} must hold a whole checkpoint, got no {MANIFEST} or no {METADATA} in it; "

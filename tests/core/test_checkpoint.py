@@ -75,6 +75,12 @@ def save(directory: Path, steps: int = 2) -> dict[str, Tensor | None]:
     return put_together(on_simulated_ranks(body, 2))
 
 
+def save_anew(directory: Path) -> None:
+    """Save a model as it begins."""
+    model, optimizer, _ = build(mesh=(torch.distributed.get_world_size(),))
+    fsdp_core.save_checkpoint(model, optimizer, directory)
+
+
 def load(directory: Path, **options: Any) -> list[dict[str, Tensor | None]]:
     """Load on two ranks over other weights, train a step; return the weights of each rank."""
 
@@ -145,6 +151,29 @@ def test_a_save_that_died_between_two_renames_is_loaded_from_the_old_name(tmp_pa
     (tmp_path / "saved").rename(tmp_path / "saved.old")
 
     assert_equal(put_together(load(tmp_path / "saved")), expected)
+
+
+def test_saves_that_die_again_and_again_leave_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dies when the new checkpoint is to take its place; the next that ends leaves no other."""
+    expected = save(tmp_path / "saved")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "saved.partial":
+            raise OSError("no more room")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        for _ in range(2):
+            with pytest.raises(OSError, match="no more room"):
+                on_simulated_ranks(lambda _: save_anew(tmp_path / "saved"), 1)
+
+    assert_equal(put_together(load(tmp_path / "saved")), expected)
+    save(tmp_path / "saved")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["saved"]
 
 
 # ---------------------------------------------------------------------- refusals
