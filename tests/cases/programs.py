@@ -229,7 +229,7 @@ class Trained:
     """What one step left: gradients before the optimizer's step, weights after it.
 
     Attributes:
-        returned: what the step returned.
+        returned: what the step returned; in an unsharded run a list of what each rank's returned.
         stats: the context's counters; empty for an unsharded run.
     """
 
@@ -266,8 +266,7 @@ def train_unsharded(training: Training) -> list[Trained]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trained = []
     for number in range(training.steps):
-        for rank in range(training.world_size):
-            training.step(model, rank, number)
+        returned = [training.step(model, rank, number) for rank in range(training.world_size)]
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 parameter.grad /= training.world_size
@@ -277,7 +276,7 @@ def train_unsharded(training: Training) -> list[Trained]:
         optimizer.step()
         with torch.no_grad():
             training.after(model, number)
-        trained.append(Trained(gradients, local_rows(model)))
+        trained.append(Trained(gradients, local_rows(model), returned))
         optimizer.zero_grad()
     return trained
 

@@ -8,7 +8,19 @@ from torch import nn
 import fsdp_core
 import fsdp_sim
 from fsdp_core import ConfigError
-from tests.cases.programs import SHARDED, Row, Training, check_parity, mesh_of, train_shards
+from tests.cases.programs import (
+    SHARDED,
+    Row,
+    Tensors,
+    Training,
+    assert_equal,
+    check_parity,
+    integers,
+    local_rows,
+    mesh_of,
+    put_together,
+    train_shards,
+)
 from tests.cases.test_b10_tied_in_one_unit import Tied, build, step
 
 MESSAGE = (
@@ -78,6 +90,35 @@ def test_a_refused_call_does_not_spoil_a_later_one() -> None:
         train_shards(rank, Training(build, step, (("emb", "head"),)))
 
     fsdp_sim.simulate(program, 2)
+
+
+def test_the_refused_module_can_be_sharded_once_it_is_untied() -> None:
+    """In the same scope: it trains beside the unit that kept the weight."""
+
+    def untie(model: nn.Module) -> None:
+        model.get_submodule("head").weight = nn.Parameter(integers(5, 4, start=2))
+
+    def program(rank: int) -> Tensors:
+        model = build()
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(model.get_submodule("emb"), mesh_of(2), SHARDED)
+            with pytest.raises(ConfigError):
+                fsdp_core.fully_shard(model.get_submodule("head"), mesh_of(2), SHARDED)
+            untie(model)
+            fsdp_core.fully_shard(model.get_submodule("head"), mesh_of(2), SHARDED)
+        step(model, rank, 0)
+        return local_rows(model, grads=True)
+
+    report = fsdp_sim.simulate(program, 2)
+
+    model = build()
+    untie(model)
+    for rank in range(2):
+        step(model, rank, 0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 2
+    assert_equal(put_together(report.results), local_rows(model, grads=True))
 
 
 def test_an_inner_module_that_comes_too_late_is_told_the_order() -> None:

@@ -65,6 +65,24 @@ def test_there_are_two_objects_ever_of_one_shape_and_under_one_name(reshard: boo
         assert all(names == ["weight"] for _, _, _, names in seen)
 
 
+def test_backward_registers_the_full_weight_that_forward_used() -> None:
+    """Seen by a hook of the unit's output, at which backward enters it."""
+
+    def program(rank: int) -> tuple[list[Look], Look]:
+        module = fill(linear(4, 2))
+        shard(module, "")
+        seen: list[Look] = []
+        module.register_forward_pre_hook(lambda each, _args: seen.append(look(each)))
+        y = module(batch(rank))
+        y.grad_fn.register_hook(lambda *_: seen.append(look(module)))
+        loss_of(y, rank).backward()
+        return seen, look(module)
+
+    for (in_forward, in_backward), after in fsdp_sim.simulate(program, 2).results:
+        assert in_forward == in_backward
+        assert [in_backward[0], after[0]] == ["full", "sharded"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_module_that_lists_its_weights_a_second_time_uses_the_full_ones(device: str) -> None:
     """Recurrent modules do, also behind a conversion of the model that changes nothing."""

@@ -1,6 +1,7 @@
 """B19: a recomputed forward is told from a real one, also where the unit's phase does not say it."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_sim
 from fsdp_core import Phase, StateError
 from fsdp_core.phase import check_phase_change
-from fsdp_sim.op import Kind
+from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     Row,
     assert_resting,
@@ -71,15 +72,14 @@ FORWARD = ["unshard row.c1", "unshard row.c2", "reshard row.c1", "reshard row.c2
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non_reentrant"])
-def test_recomputation_prefetches_nothing_and_keeps_the_weights_for_backward(how: str) -> None:
-    """NVIDIA/Megatron-LM#6309, #6323, #6359: no prefetch, no reshard until the unit's backward is over."""
+def test_recomputation_keeps_the_weights_until_the_backward_of_their_unit_is_over(how: str) -> None:
+    """NVIDIA/Megatron-LM#6309, #6323, #6359: an ordinary forward gives them back at its end."""
     recomputed, ordinary, evaluated = what_happens(how)
 
     assert recomputed[:4] == FORWARD
     backward = recomputed[4:]
     assert sorted(backward) == sorted(FORWARD)
     assert backward.index("reshard row.c2") < backward.index("reshard row.c1")
-    assert backward.index("unshard row.c2") < backward.index("reshard row.c2")
     assert ordinary[:4] == FORWARD
     assert ordinary[4:] == [
         "unshard row.c2",
@@ -88,6 +88,35 @@ def test_recomputation_prefetches_nothing_and_keeps_the_weights_for_backward(how
         "reshard row.c1",
     ]
     assert evaluated == FORWARD
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non_reentrant"])
+def test_a_recomputed_forward_prefetches_nothing(how: str) -> None:
+    """Without a unit around both, whose backward would have gathered them before."""
+
+    def program(rank: int) -> None:
+        model = fill(Parent())
+        shard(model, "row.c1", "row.c2")
+        for number, each in enumerate((how, "plain")):
+            begin_step(number)
+            loss_of(model(batch(rank).requires_grad_(), each), rank).backward()
+
+    first, second = "<root> (root 0)", "<root> (root 1)"
+    recomputed, ordinary = ops_by_step(fsdp_sim.simulate(program, 2, trace=True))
+
+    assert f"unshard {second}" not in gathers_inside(recomputed, f"recompute {first}")
+    assert gathers_inside(ordinary, f"forward {first}") == [f"unshard {first}", f"unshard {second}"]
+
+
+def gathers_inside(ops: Sequence[Op], label: str) -> list[str]:
+    """The ranges of gathers that are opened inside the first range of this label."""
+    names = [(op.kind, op.name.removeprefix("fsdp_core::")) for op in ops]
+    begin, end = (names.index((kind, label)) for kind in (Kind.RANGE_PUSH, Kind.RANGE_POP))
+    return [
+        name
+        for kind, name in names[begin:end]
+        if kind is Kind.RANGE_PUSH and name.startswith("unshard")
+    ]
 
 
 LEGAL = {

@@ -61,6 +61,7 @@ def test_each_dtype_is_gathered_and_reduced_by_itself_in_one_order() -> None:
             calls = [op.call for op in ops if op.kind is Kind.COLLECTIVE]
             orders.append([(call.name, call.dtype) for call in calls if call])
     assert orders == orders[:1] * 4
+    assert {dtype for _, dtype in orders[0]} == {"bfloat16", "float32"}
 
 
 def test_parameters_keep_their_dtypes_and_integers_stay_whole() -> None:

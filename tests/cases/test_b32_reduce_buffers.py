@@ -44,7 +44,7 @@ def most_alive(ops: Sequence[Op]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "overlap"), [(2, True), (2, False), (8, True), (8, False), (32, True)]
+    ("count", "overlap"), [(2, True), (2, False), (8, True), (8, False), (32, True), (32, False)]
 )
 def test_two_buffers_serve_any_number_of_layers(count: int, overlap: bool) -> None:
     """pytorch#179443, #179129, #183617; that they live long enough is B31's test."""

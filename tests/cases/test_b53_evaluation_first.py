@@ -4,11 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fsdp_core import SchedulePolicy
 from tests.cases.programs import (
     ZERO_1,
     Row,
@@ -64,6 +66,21 @@ def test_training_after_inference_mode_has_parity() -> None:
 def test_it_has_parity_where_weights_are_whole() -> None:
     """Under ZeRO-1 the loaded weights must reach the full ones."""
     check_parity(mixed(placements=ZERO_1))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weights_that_an_evaluation_keeps_do_not_hide_what_is_loaded(mode: Mode) -> None:
+    """With `reshard_after_forward=False` they stay gathered until the training's backward."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        with mode():
+            model(batch(rank))
+        if number:
+            load(model, mode)
+        train(model, rank, number)
+
+    kept = {"schedule_policy": SchedulePolicy(reshard_after_forward=False)}
+    check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), 3, options=kept))
 
 
 ACTS: dict[str, Callable[[nn.Module, int], None]] = {
