@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial, wraps
+from inspect import iscoroutinefunction, isgeneratorfunction
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -287,7 +288,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Let a method other than `forward` gather the unit's weights as `forward` does.
 
     Raises:
-        ConfigError: the module is no unit, or has no such method.
+        ConfigError: the module is no unit, or has no such method, or it is a generator.
     """
     method = getattr(module, name, None)
     if not isinstance(module, FsdpModule) or not callable(method):
@@ -297,6 +298,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
         raise ConfigError(msg)
     function = getattr(type(module), name)
+    if isgeneratorfunction(function) or iscoroutinefunction(function):
+        msg = (
+            f"a method that gathers weights must have used them when it returns, got the generator or "
+            f"coroutine {name!r}; register the method that it calls for each of its results"
+        )
+        raise ConfigError(msg)
     # Weak: a bound method in the module's own dict would be a cycle, and outlive `del model`.
     reference = weakref.ref(module)
 

@@ -1,6 +1,6 @@
 """B54: a method other than forward gathers the weights if it is registered, and is refused if not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -208,3 +208,25 @@ def test_registering_what_does_not_exist_is_refused() -> None:
             fsdp_core.register_forward_method(model.get_submodule("encoder"), "generate")
 
     fsdp_sim.simulate(program, 2)
+
+
+def test_a_generator_cannot_gather_for_its_body() -> None:
+    """It returns before its body runs, when the weights are sharded again."""
+
+    class Sampler(nn.Linear):
+        def sample(self, x: Tensor) -> Iterator[Tensor]:
+            """Yield one result after the other."""
+            yield self(x)
+
+    def program(_rank: int) -> str:
+        model = Sampler(2, 2)
+        shard(model, "")
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.register_forward_method(model, "sample")
+        return str(caught.value)
+
+    message = (
+        "a method that gathers weights must have used them when it returns, got the generator or "
+        "coroutine 'sample'; register the method that it calls for each of its results"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
