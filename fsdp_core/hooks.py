@@ -5,7 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial, wraps
-from inspect import iscoroutinefunction, isgeneratorfunction
+from inspect import iscoroutinefunction, isgeneratorfunction, unwrap
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -298,7 +298,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
         raise ConfigError(msg)
     function = getattr(type(module), name)
-    if isgeneratorfunction(function) or iscoroutinefunction(function):
+    if isgeneratorfunction(own := unwrap(function)) or iscoroutinefunction(own):
         msg = (
             f"a method that gathers weights must have used them when it returns, got the generator or "
             f"coroutine {name!r}; register the method that it calls for each of its results"
