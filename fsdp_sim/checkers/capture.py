@@ -28,6 +28,7 @@ class _Step:
         earlier: streams that forwards before this one took in, which may be part of the step.
         events: events recorded on them.
         last: stream -> its last op in the step.
+        left: stream -> its last op before the step, where completions have left it out.
         depth: open forward and backward ranges.
         forwards: open forward ranges.
         has_backward: whether a backward has begun.
@@ -38,6 +39,7 @@ class _Step:
     earlier: set[int] = field(default_factory=set)
     events: set[int] = field(default_factory=set)
     last: dict[int, Op] = field(default_factory=dict)
+    left: dict[int, Op] = field(default_factory=dict)
     depth: int = 0
     forwards: int = 0
     has_backward: bool = False
@@ -63,14 +65,20 @@ class _Ended:
 
     Attributes:
         step: the step.
-        findings: what its last completion left out.
+        joins: streams that each of its completions waited for.
+        left_out: stream -> its last op, and what to report if one of the completions is its own.
     """
 
-    step: _Step | None
-    findings: tuple[Finding, ...]
+    step: _Step
+    joins: list[set[int]] = field(default_factory=list)
+    left_out: dict[int, tuple[Op, Finding]] = field(default_factory=dict)
 
-
-_NOTHING = _Ended(None, ())
+    def findings(self, contexts: list[set[int]]) -> Iterable[Finding]:
+        """Return what its completions left out of what was theirs to join."""
+        for stream, (_, finding) in self.left_out.items():
+            owner = next((each for each in contexts if stream in each), None)
+            if owner is None or any(not join or join & owner for join in self.joins):
+                yield finding
 
 
 class Capture:
@@ -82,8 +90,14 @@ class Capture:
     that is ordered after the start; and at the completion every stream that it used must be ordered
     before the caller's.  What the program does on streams of its own is its own business.  A second
     forward before any backward starts anew, for evaluation has no completion; but a backward may go
-    through both, which may be of two contexts, so it may use what either took in.  A completion inside
-    a forward, which computed gradients itself, does not end the step around it.
+    through both, which may be of two contexts, so it may use what either took in.  So may a backward
+    whose forward came before a step of another context.  A completion inside a forward, which computed
+    gradients itself, does not end the step around it.
+
+    Of several contexts, one may complete while another is inside a window of microbatches, whose own
+    completion will join what it has in flight: a capture that held both would end there.  So a completion
+    answers for the streams of its context, which are those that its completions wait for, as the whole
+    run shows; one that waits for nothing answers for all, and a stream for which none waits is everyone's.
 
     Clocks do not suffice here: a wait for work that is already known to be done changes no clock, but it
     is what takes a stream into a capture.
@@ -104,6 +118,10 @@ class Capture:
         self._words = words
         self._steps: dict[int, _Step] = {}
         self._ended: dict[int, _Ended] = {}
+        self._open: defaultdict[int, list[_Ended]] = defaultdict(list)
+        self._joins: dict[int, set[int]] = {}
+        self._reached: defaultdict[int, set[int]] = defaultdict(set)
+        self._contexts: defaultdict[int, list[set[int]]] = defaultdict(list)
         self._syncs: defaultdict[int, list[Op]] = defaultdict(list)
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
@@ -116,13 +134,23 @@ class Capture:
         if kind is RANGE_PUSH or kind is RANGE_POP:
             return self._range(step, op, clocks)
         self._syncs[op.rank].append(op)
+        if kind is Kind.WAIT_STREAM and op.rank in self._joins:
+            self._joins[op.rank].add(op.other)
         if step is not None:
             step.spread(op)
         return ()
 
     def on_end(self) -> Iterable[Finding]:
         """Return what completed steps left out; one that did not complete is captured by nobody."""
-        return tuple(each for ended in self._ended.values() for each in ended.findings)
+        for rank, ended in self._ended.items():
+            self._open[rank].append(ended)
+        self._ended.clear()
+        return tuple(
+            finding
+            for rank, steps in self._open.items()
+            for ended in steps
+            for finding in ended.findings(self._contexts[rank])
+        )
 
     def _begin(self, op: Op) -> None:
         """Begin a step: behind the last work, so that waits right before the range belong to it."""
@@ -132,6 +160,13 @@ class Capture:
         step.forwards = 0 if is_backward else 1
         if before is not None:
             step.earlier = before.joined | before.earlier
+            step.left = before.left
+        elif is_backward:
+            step.earlier = set(self._reached[op.rank])
+        ended = self._ended.pop(op.rank, None)
+        if ended is not None and ended.left_out:
+            self._open[op.rank].append(ended)
+            step.left = {stream: last for stream, (last, _) in ended.left_out.items()}
         for sync in self._syncs[op.rank]:
             step.spread(sync)
         self._steps[op.rank] = step
@@ -158,7 +193,9 @@ class Capture:
     def _range(self, step: _Step | None, op: Op, clocks: Clocks) -> Iterable[Finding]:
         is_push = op.kind is RANGE_PUSH
         if op.name.startswith(COMPLETION):
-            if not is_push:
+            if is_push:
+                self._joins[op.rank] = set()
+            else:
                 self._complete(step, op, clocks)
             return ()
         if not op.name.startswith(COMPUTE):
@@ -167,8 +204,7 @@ class Capture:
         is_idle = step is None or (step.depth == 0 and not step.has_backward and not is_backward)
         if is_push and is_idle:
             self._begin(op)
-            return self._ended.pop(op.rank, _NOTHING).findings
-        if step is not None:
+        elif step is not None:
             change = 1 if is_push else -1
             step.depth += change
             step.forwards += 0 if is_backward else change
@@ -180,19 +216,36 @@ class Capture:
 
         Why another: each context of a backward completes its own streams, one after the other.
         """
+        joins = self._joins.pop(end.rank, set())
+        self._note_context(end.rank, joins)
+        ended = self._ended.get(end.rank)
         if step is None:
-            step = self._ended.get(end.rank, _NOTHING).step
-        elif step.forwards:
-            step.has_backward = False
+            if ended is None:
+                return
         else:
-            del self._steps[end.rank]
-        if step is not None:
-            self._ended[end.rank] = _Ended(step, tuple(self._left_out(step, end, clocks)))
+            if ended is None or ended.step is not step:
+                ended = self._ended[end.rank] = _Ended(step)
+            self._reached[end.rank] |= step.joined | step.earlier
+            if step.forwards:
+                step.has_backward = False
+            else:
+                del self._steps[end.rank]
+        ended.joins.append(joins)
+        ended.left_out = {
+            stream: (op, self._unjoined(op, end))
+            for stream, op in {**ended.step.left, **ended.step.last}.items()
+            if not clocks.is_ordered(stream, clocks.of(stream)[stream], end.stream)
+        }
 
-    def _left_out(self, step: _Step, end: Op, clocks: Clocks) -> Iterable[Finding]:
-        for stream, op in step.last.items():
-            if not clocks.is_ordered(stream, clocks.of(stream)[stream], end.stream):
-                yield self._unjoined(op, end)
+    def _note_context(self, rank: int, joins: set[int]) -> None:
+        """Streams for which one completion waits are of one context."""
+        context, others = set(joins), []
+        for each in self._contexts[rank]:
+            if each & context:
+                context |= each
+            else:
+                others.append(each)
+        self._contexts[rank] = [*others, context]
 
     def _unjoined(self, last: Op, end: Op) -> Finding:
         words = self._words

@@ -209,3 +209,24 @@ def test_a_unit_has_no_empty_no_sync_to_be_mistaken_for_one() -> None:
             model.no_sync()  # type: ignore[operator]
 
     fsdp_sim.simulate(program, 2)
+
+
+def test_a_context_may_complete_in_the_middle_of_a_window_of_another() -> None:
+    """Two models that share no layer, and are trained in turn: all checks hold, gradients add up."""
+
+    def program(rank: int) -> tuple[Tensor | None, Tensor | None]:
+        one, two = Factor(), Factor()
+        window = shard(one, "")
+        shard(two, "")
+        begin_step(0)
+        with fsdp_core.microbatch(window, is_last=False):
+            one(1.0 + rank).backward()
+        two(10.0 + rank).backward()
+        with fsdp_core.microbatch(window, is_last=True):
+            one(100.0 + rank).backward()
+        grads = [local_rows(each, grads=True)["weight"] for each in (one, two)]
+        return grads[0], grads[1]
+
+    for first, second in fsdp_sim.simulate(program, 2).results:
+        assert torch.equal(first, torch.full((2, 2), 102.0))
+        assert torch.equal(second, torch.full((2, 2), 10.5))

@@ -182,6 +182,19 @@ def test_two_forwards_do_not_stand_in_for_each_other() -> None:
     assert names(two_forwards(is_trained=False)) == [("fsdp_core::forward second", "alloc")]
 
 
+def test_a_backward_may_come_behind_whole_steps_of_another_context() -> None:
+    """Its forward, before them, took in what it uses."""
+    ops = two_forwards(is_trained=False)
+    ops.pop()
+    step_of_second = ("forward second", "backward second", "complete")
+    for name in (*step_of_second[1:], *step_of_second, "backward first"):
+        ops.push(f"fsdp_core::{name}")
+        ops.pop_range(f"fsdp_core::{name}")
+    ops.alloc(GATHER, 20, annotation="fsdp_core::unshard first")
+
+    assert ops.findings("capture") == ()
+
+
 def test_gradients_inside_a_forward_do_not_end_the_step_around_it() -> None:
     """As where a model returns the gradient of an energy that its layers compute."""
     ops = Ops()
@@ -206,3 +219,55 @@ def test_each_context_of_a_backward_completes_its_own_streams() -> None:
         ops.extend(step())
 
         assert len(ops.findings("capture")) == (not joins)
+
+
+def pass_of(reduce: int, *, completes: bool, joins: tuple[int, ...] = ()) -> Ops:
+    """A forward and a backward of a context that reduces on a stream of its own."""
+    ops = Ops()
+    ops.push("fsdp_core::forward root")
+    ops.pop_range("fsdp_core::forward root")
+    ops.push("fsdp_core::backward root")
+    ops.wait_stream(reduce, CALLER)
+    ops.collective(reduce, write(10 + reduce), annotation="fsdp_core::reduce_gradients root")
+    ops.pop_range("fsdp_core::backward root")
+    if completes:
+        ops.push("fsdp_core::complete")
+        for stream in joins:
+            ops.wait_stream(CALLER, stream)
+        ops.pop_range("fsdp_core::complete")
+    return ops
+
+
+def accumulating(*, joins: bool = True, is_last_used: bool = True) -> Ops:
+    """A context in the middle of a window while another completes; then its last microbatch."""
+    first, second = 1, 2
+    ops = pass_of(second, completes=True, joins=(second,))
+    ops.extend(pass_of(first, completes=True, joins=(first,)))
+    ops.extend(pass_of(first, completes=False))
+    ops.extend(pass_of(second, completes=True, joins=(second,)))
+    last = pass_of(first, completes=True, joins=(first,) if joins else ())
+    ops.extend(op for op in last if is_last_used or op.kind is not Kind.COLLECTIVE)
+    return ops
+
+
+def test_a_completion_answers_for_the_streams_of_its_own_context() -> None:
+    """Another may be in the middle of a window, and joins its reductions when that ends."""
+    assert names(accumulating()) == []
+
+
+def test_a_window_around_another_completion_must_still_be_joined() -> None:
+    """Also what ran before that completion, and was not used again."""
+    for is_last_used in (True, False):
+        ops = accumulating(joins=False, is_last_used=is_last_used)
+
+        assert names(ops) == [("all_gather", "fsdp_core::complete")]
+
+
+def test_a_completion_that_forgets_one_of_its_streams_is_found() -> None:
+    """Whether it never waits for it, or only in other steps."""
+    for others in ((), (1, 2)):
+        ops = pass_of(1, completes=True, joins=others)
+        ops.extend(pass_of(2, completes=False))
+        ops.extend(pass_of(1, completes=True, joins=(1,)))
+
+        assert len(ops.findings("capture")) >= 1
