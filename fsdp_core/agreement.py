@@ -1,7 +1,8 @@
-"""Agreement of ranks, exchanged once and on the host: recorded passes and owner maps."""
+"""Agreement of ranks, exchanged once and on the host: recorded passes, owner maps and errors."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -27,6 +28,38 @@ def exchange(value: T, axes: MeshAxes) -> list[T]:
         dist.all_gather_object(gathered, values, group=process_group)
         values = [each for part in gathered for each in part]
     return values
+
+
+@contextmanager
+def raised_by_all() -> Iterator[None]:
+    """Have an error that a block raises on some rank raised on every rank.
+
+    Why: the others would wait for that rank in their next collective. The block itself must contain
+    none.
+
+    Ordering:
+        Collective on the default process group at the end of the block; the host waits.
+
+    Raises:
+        Exception: what the block raised on this rank, or else on the first that raised.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        mine = error
+    errors: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, mine and _sendable(mine))
+    for each in (mine, *errors):
+        if each is not None:
+            raise each
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return an error that can be pickled, which is not said of those of other libraries."""
+    if isinstance(error, ConfigError | StateError | OSError):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def agree_on_owners(owners: Sequence[tuple[str, object]], axes: MeshAxes) -> None:

@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_core.agreement import raised_by_all
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.module import FsdpModule, ShardedUnit
 from fsdp_core.parameter_group import ParameterGroup, describe_state, living_group, owner_of
@@ -62,20 +64,42 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
         Collective on the default process group; the host waits.
 
     Raises:
+        ConfigError: `checkpoint_dir` is something else than a checkpoint.
         UnsupportedError: a state that is neither a tensor nor what JSON can say.
+        OSError: a file cannot be written. Every rank raises what one of them does.
     """
     target = Path(checkpoint_dir)
-    state = {**_model_state(model), **_optimizer_state(model, optimizer)}
     partial = target.with_name(target.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    with raised_by_all():
+        state = {**_model_state(model), **_optimizer_state(model, optimizer)}
+        if dist.get_rank() == 0:
+            _make_room(target, partial)
     save(state, storage_writer=FileSystemWriter(partial))
-    _write_manifest(partial)
-    if dist.get_rank() == 0:
-        _replace(target, partial)
-    dist.barrier()
+    with raised_by_all():
+        mine = _list_files(partial)
+    files: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(files, mine)
+    with raised_by_all():
+        if dist.get_rank() == 0:
+            _write_manifest(partial, files)
+            _replace(target, partial)
+
+
+def _make_room(target: Path, partial: Path) -> None:
+    """Make the directory to write to.
+
+    Raises:
+        ConfigError: what is to be replaced is no checkpoint, but may hold some.
+    """
+    is_used = any(target.iterdir()) if target.is_dir() else target.exists()
+    if is_used and not _is_whole(target):
+        msg = (
+            f"{str(target)!r} must be a checkpoint, empty or new, got something else, which would be "
+            f"lost; pass another directory, or remove it"
+        )
+        raise ConfigError(msg)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _replace(target: Path, partial: Path) -> None:
@@ -100,21 +124,21 @@ def _is_whole(directory: Path) -> bool:
     return (directory / MANIFEST).is_file() and (directory / METADATA).is_file()
 
 
-def _write_manifest(directory: Path) -> None:
-    """Write the size and checksum of every file; each rank reads those that it wrote."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = {
+def _list_files(directory: Path) -> dict[str, Any]:
+    """Return the size and checksum of every file that this rank wrote."""
+    rank = dist.get_rank()
+    return {
         path.name: [path.stat().st_size, checksum(path)]
         for path in sorted(directory.iterdir())
         if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == METADATA)
     }
-    gathered: list[dict[str, Any] | None] = [None] * world_size
-    dist.all_gather_object(gathered, mine)
-    if rank == 0:
-        files = {name: value for part in gathered if part for name, value in part.items()}
-        text = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True)
-        (directory / MANIFEST).write_text(text)
-    dist.barrier()
+
+
+def _write_manifest(directory: Path, parts: list[dict[str, Any]]) -> None:
+    """Write what the ranks listed."""
+    files = {name: value for part in parts for name, value in part.items()}
+    text = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True)
+    (directory / MANIFEST).write_text(text)
 
 
 def checksum(path: Path) -> int:
@@ -153,17 +177,19 @@ def load_checkpoint(
         ConfigError: no checkpoint there, a damaged file, or an entry that is missing, left over or
             of another shape.
     """
-    directory = _find(Path(checkpoint_dir))
-    _check_files(directory)
-    reader = _PlainReader(directory)
-    metadata = reader.read_metadata()
-    model_state = _model_state(model)
-    _check_model(model_state, metadata, directory)
-    state: dict[str, Any] = {**model_state}
-    optimizer_state = _targets(model, optimizer, metadata)
-    state.update(optimizer_state)
-    texts = {key: _buffer_of(metadata, key) for key in (_OPTIONS, _VALUES)}
-    state.update(texts)
+    with raised_by_all():
+        directory = _find(Path(checkpoint_dir))
+        _check_files(directory)
+    with raised_by_all():
+        reader = _PlainReader(directory)
+        metadata = reader.read_metadata()
+        model_state = _model_state(model)
+        _check_model(model_state, metadata, directory)
+        state: dict[str, Any] = {**model_state}
+        optimizer_state = _targets(model, optimizer, metadata)
+        state.update(optimizer_state)
+        texts = {key: _buffer_of(metadata, key) for key in (_OPTIONS, _VALUES)}
+        state.update(texts)
     load(state, storage_reader=reader)
     _set_optimizer(model, optimizer, optimizer_state, texts)
     if sync_model_weights:
@@ -184,18 +210,17 @@ def _find(target: Path) -> Path:
 
 
 def _check_files(directory: Path) -> None:
-    """Check every file against the manifest; ranks share the reading, and raise together.
+    """Check every file against the manifest; ranks share the reading.
 
     Raises:
         ConfigError: a file is missing, truncated or changed.
     """
     problem = _file_problem(directory)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for each in problems:
-        if each is not None:
-            msg = f"the checkpoint in {str(directory)!r} must be whole, got {each}; nothing was loaded"
-            raise ConfigError(msg)
+    if problem is not None:
+        msg = (
+            f"the checkpoint in {str(directory)!r} must be whole, got {problem}; nothing was loaded"
+        )
+        raise ConfigError(msg)
 
 
 def _file_problem(directory: Path) -> str | None:
@@ -504,22 +529,26 @@ def load_full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None)
         Collective on the default process group.
 
     Raises:
-        ConfigError: on every rank: an entry is missing, left over or of another shape.
+        ConfigError: on every rank: an entry is missing, left over, no whole tensor or of another
+            shape.
     """
-    state = model.state_dict(keep_vars=True)
-    problem = [_full_problem(state, state_dict or {}) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        msg = (
-            f"a full state dict must have the model's entries, got {problem[0]}; nothing was loaded"
-        )
-        raise ConfigError(msg)
+    with raised_by_all():
+        state = model.state_dict(keep_vars=True)
+        if dist.get_rank() == 0:
+            _check_full(state, state_dict or {})
     with torch.no_grad():
         for name, value in state.items():
             _load_entry(value, state_dict[name] if dist.get_rank() == 0 and state_dict else None)
 
 
-def _full_problem(state: dict[str, Tensor], full: dict[str, Tensor]) -> str | None:
+def _check_full(state: dict[str, Tensor], full: dict[str, Any]) -> None:
+    problem = _full_problem(state, full)
+    if problem is not None:
+        msg = f"a full state dict must have the model's entries, got {problem}; nothing was loaded"
+        raise ConfigError(msg)
+
+
+def _full_problem(state: dict[str, Tensor], full: dict[str, Any]) -> str | None:
     missing = [name for name in state if name not in full]
     extra = [name for name in full if name not in state]
     if missing:
@@ -527,8 +556,13 @@ def _full_problem(state: dict[str, Tensor], full: dict[str, Tensor]) -> str | No
     if extra:
         return f"more: {', '.join(map(repr, extra[:NAMES_MAX]))}"
     for name, value in state.items():
-        if tuple(full[name].shape) != tuple(value.shape):
-            return f"shape {tuple(full[name].shape)} for {name!r} instead of {tuple(value.shape)}"
+        whole = full[name]
+        if not isinstance(whole, Tensor) or isinstance(whole, DTensor):
+            return f"{type(whole).__name__} for {name!r} instead of a whole tensor"
+        if whole.is_meta or whole.layout != torch.strided:
+            return f"layout {whole.layout} on {whole.device} for {name!r} instead of dense values"
+        if tuple(whole.shape) != tuple(value.shape):
+            return f"shape {tuple(whole.shape)} for {name!r} instead of {tuple(value.shape)}"
     return None
 
 
@@ -553,17 +587,18 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigError: the package `safetensors` is not installed.
     """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        msg = "export_safetensors needs the package safetensors; install fsdp-sim[safetensors]"
-        raise ConfigError(msg) from error
+    with raised_by_all():
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            msg = "export_safetensors needs the package safetensors; install fsdp-sim[safetensors]"
+            raise ConfigError(msg) from error
     state = full_state_dict(model)
-    if dist.get_rank() == 0:
-        partial = Path(path).with_name(Path(path).name + ".partial")
-        save_file({name: value.contiguous() for name, value in state.items()}, partial)
-        partial.replace(path)
-    dist.barrier()
+    with raised_by_all():
+        if dist.get_rank() == 0:
+            partial = Path(path).with_name(Path(path).name + ".partial")
+            save_file({name: value.contiguous() for name, value in state.items()}, partial)
+            partial.replace(path)
 
 
 def _units(model: nn.Module) -> list[ShardedUnit]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fsdp_core
 from fsdp_core import ConfigError, Placements
 from fsdp_core import checkpoint as checkpoints
+from fsdp_core.errors import UnsupportedError
 from tests.cases.programs import (
     SHARDED,
     ZERO_1,
@@ -169,11 +171,79 @@ def test_saves_that_die_again_and_again_leave_the_previous_checkpoint(
         patch.setattr(Path, "rename", fails)
         for _ in range(2):
             with pytest.raises(OSError, match="no more room"):
-                on_simulated_ranks(lambda _: save_anew(tmp_path / "saved"), 1)
+                on_simulated_ranks(lambda _: save_anew(tmp_path / "saved"), 2)
 
     assert_equal(put_together(load(tmp_path / "saved")), expected)
     save(tmp_path / "saved")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["saved"]
+
+
+@pytest.mark.parametrize("name", ["all", "all/notes"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, name: str) -> None:
+    """Such as the folder of earlier ones; nothing is written, in it or beside it."""
+    expected = save(tmp_path / "all" / "first")
+    (tmp_path / "all" / "notes").write_text("a file")
+
+    def body(_rank: int) -> None:
+        with pytest.raises(ConfigError) as caught:
+            save_anew(tmp_path / name)
+        assert str(caught.value) == (
+            f"{str(tmp_path / name)!r} must be a checkpoint, empty or new, got something else, which "
+            f"would be lost; pass another directory, or remove it"
+        )
+
+    on_simulated_ranks(body, 2)
+
+    assert_equal(put_together(load(tmp_path / "all" / "first")), expected)
+    assert [each.name for each in tmp_path.iterdir()] == ["all"]
+    assert sorted(each.name for each in (tmp_path / "all").iterdir()) == ["first", "notes"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_that_one_rank_alone_cannot_save_is_refused_on_all(
+    tmp_path: Path, rank: int
+) -> None:
+    """Nobody waits for it."""
+
+    def body(mine: int) -> str:
+        model, optimizer, _ = build()
+        if mine == rank:
+            optimizer.param_groups[0]["extra"] = {1, 2}
+        with pytest.raises(UnsupportedError) as caught:
+            fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+        return str(caught.value)
+
+    messages = on_simulated_ranks(body, 2)
+
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("'optimizer.options' must be a tensor or what JSON can say")
+
+
+def test_a_directory_that_rank_0_cannot_make_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """The others have the error of rank 0, with the path."""
+    (tmp_path / "file").write_text("")
+
+    def body(_rank: int) -> str:
+        with pytest.raises(NotADirectoryError) as caught:
+            save_anew(tmp_path / "file" / "saved")
+        return str(caught.value)
+
+    message = f"[Errno 20] Not a directory: {str(tmp_path / 'file' / 'saved.partial')!r}"
+    assert on_simulated_ranks(body, 2) == [message] * 2
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
+    """As on a disk that the ranks do not share."""
+    save(tmp_path / "saved")
+
+    def body(rank: int) -> str:
+        model, optimizer, _ = build()
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.load_checkpoint(model, optimizer, tmp_path / ("saved", "elsewhere")[rank])
+        return str(caught.value)
+
+    for message in on_simulated_ranks(body, 2):
+        assert f"{str(tmp_path / 'elsewhere')!r} must hold a whole checkpoint" in message
 
 
 # ---------------------------------------------------------------------- refusals
@@ -335,6 +405,41 @@ def test_a_full_state_dict_with_other_entries_is_refused_on_every_rank() -> None
     assert "got none for 'count', 'first.bias', 'second.weight', 'second.bias'" in messages[0]
 
 
+@pytest.mark.parametrize(
+    ("entry", "got"),
+    [
+        (3, "int for 'second.bias' instead of a whole tensor"),
+        (None, "NoneType for 'second.bias' instead of a whole tensor"),
+        (DTensor, "DTensor for 'second.bias' instead of a whole tensor"),
+        (
+            torch.empty(2, device="meta"),
+            "layout torch.strided on meta for 'second.bias' instead of",
+        ),
+        (torch.ones(2).to_sparse(), "layout torch.sparse_coo on cpu for 'second.bias' instead of"),
+    ],
+    ids=["a number", "None", "sharded", "meta", "sparse"],
+)
+def test_a_full_state_dict_of_anything_but_whole_tensors_is_refused_on_every_rank(
+    entry: Any, got: str
+) -> None:
+    """Before the first entry is sent."""
+
+    def body(rank: int) -> str:
+        model, _, _ = build()
+        before = local_rows(model)
+        sharded = model.state_dict()["second.bias"]
+        wrong = {**Tied().state_dict(), "second.bias": sharded if entry is DTensor else entry}
+        with pytest.raises(ConfigError) as caught:
+            checkpoints.load_full_state_dict(model, wrong if rank == 0 else None)
+        assert_equal(local_rows(model), before)
+        return str(caught.value)
+
+    messages = on_simulated_ranks(body, 2)
+
+    assert messages[0] == messages[1]
+    assert f", got {got}" in messages[0]
+
+
 def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
     """One file with every name, tied ones too."""
 
@@ -348,3 +453,17 @@ def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
     got = load_file(tmp_path / "model.safetensors")
     assert_equal({name: got[name] for name in expected}, expected)
     assert sorted(got) == sorted(expected)
+
+
+def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """The others have the error of rank 0."""
+
+    def body(_rank: int) -> str:
+        model, _, _ = build()
+        with pytest.raises(Exception, match="nowhere") as caught:
+            checkpoints.export_safetensors(model, tmp_path / "nowhere" / "model.safetensors")
+        return str(caught.value)
+
+    messages = on_simulated_ranks(body, 2)
+
+    assert messages[1] == f"SafetensorError: {messages[0]}"
