@@ -973,10 +973,13 @@ class ShardedUnit:
         """
         window = self._window
         if window.declared and 0 < window.count < window.expected:
+            trainable = [member.fqn for member in self.members if member.full.requires_grad]
+            missing = self._without_gradient()
+            whose = f", none yet for {missing}" if missing else f" of {trainable}"
             msg = (
                 f"a window of gradients must be whole when it is used, got unit {self.name!r} "
-                f"mid-flight with {window.count}/{window.expected}; run the backwards that are "
-                f"missing, or declare another grad_accumulation_count"
+                f"mid-flight with {window.count}/{window.expected} gradients{whose}; run the "
+                f"backwards that are missing, or declare another grad_accumulation_count"
             )
             raise self.context.located(StateValueError(msg, fqn=self.fqn))
         if any(group.awaits_finish for group in self.groups):
@@ -986,11 +989,7 @@ class ShardedUnit:
             )
             raise self.context.located(StateError(msg, fqn=self.fqn))
         if self.phase is Phase.BACKWARD:
-            missing = [
-                member.fqn
-                for index, member in enumerate(self.members)
-                if member.full.requires_grad and not window.fired[index]
-            ]
+            missing = self._without_gradient()
             msg = (
                 f"all gradients of unit {self.name!r} must have come before they are used, got "
                 f"none yet for {missing}; finish its backward first"
@@ -1004,6 +1003,14 @@ class ShardedUnit:
                 f"context.post_backward()"
             )
             raise self.context.located(StateError(msg, fqn=self.fqn))
+
+    def _without_gradient(self) -> list[str]:
+        """Return the trainable parameters that have got no gradient in this window yet."""
+        return [
+            member.fqn
+            for index, member in enumerate(self.members)
+            if member.full.requires_grad and not self._window.fired[index]
+        ]
 
     # -- recovery ----------------------------------------------------------------------------
 

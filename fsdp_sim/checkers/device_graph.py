@@ -19,6 +19,16 @@ def key_of(call: Call) -> tuple[Any, ...]:
     return (call.group_name, call.group, call.sequence)
 
 
+def describe_call(call: Call, annotation: str | None) -> str:
+    """Return in words what a rank called: kind, unit, place in its group, elements."""
+    unit = f" [{annotation}]" if annotation else ""
+    name, place = call.name, f"operation {call.sequence} of group {call.group_name!r}"
+    if name in POINT_TO_POINT:
+        name = f"message from rank {call.group[0]} to rank {call.group[1]}"
+        place = f"number {call.sequence} in group {call.group_name!r}"
+    return f"{name}{unit} ({place}, sizes {list(call.sizes)})"
+
+
 def channel_of(call: Call) -> tuple[Any, ...]:
     """Return the communicator that a call runs on: the group's, or that of a pair of its ranks."""
     if call.name in POINT_TO_POINT and call.batch is None:
@@ -112,13 +122,8 @@ class Operation:
         return tuple(rank for rank in ranks if rank not in self.launches)
 
     def describe(self) -> str:
-        """Return the operation in words: kind, unit, place in its group, elements."""
-        call, unit = self.call, f" [{self.annotation}]" if self.annotation else ""
-        name, place = call.name, f"operation {call.sequence} of group {call.group_name!r}"
-        if name in POINT_TO_POINT:
-            name = f"message from rank {call.group[0]} to rank {call.group[1]}"
-            place = f"number {call.sequence} in group {call.group_name!r}"
-        return f"{name}{unit} ({place}, sizes {list(call.sizes)})"
+        """Return the operation in words, as the rank called it that issued its part first."""
+        return describe_call(self.call, self.annotation)
 
 
 class DeviceGraph:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fsdp_sim.checkers.device_graph import DeviceGraph, Launch
+from fsdp_sim.checkers.device_graph import DeviceGraph, describe_call
 from fsdp_sim.engine import patches
 from fsdp_sim.engine.collectives import Compute
 from fsdp_sim.engine.faults import corrupt
@@ -198,10 +198,10 @@ class Part(Pending):
     """
 
     __slots__ = (
+        "annotation",
         "call",
         "inputs",
         "is_corrupt",
-        "launch",
         "meeting",
         "outputs",
         "source",
@@ -215,9 +215,9 @@ class Part(Pending):
         super().__init__(machine, stream, unit)
         self.meeting = meeting
         self.call = call
+        self.annotation = machine.annotation
         self.source: Source | None = None
         self.is_corrupt = False
-        self.launch: Launch
         self.inputs: list[Tensor] = []
         self.values: list[Any] = []
         self.outputs: list[tuple[Callable[[], Any], Geometry]] = []
@@ -262,11 +262,9 @@ class Part(Pending):
         self.values = []
 
     def describe(self) -> str:
-        """Return the operation and where this rank issued it."""
-        operation = next(
-            each for each in self.launch.operations if each.call.name == self.call.name
-        )
-        return operation.describe() + (f" issued at {self.source}" if self.source else "")
+        """Return what this rank called, and where; another rank may have called something else."""
+        called = describe_call(self.call, self.annotation)
+        return called + (f" issued at {self.source}" if self.source else "")
 
 
 class Meeting:

@@ -343,12 +343,12 @@ def _launch_entry(
     op = machine.emit(Kind.COLLECTIVE, meaning.name, stream, (*reads, *writes), call=call)
     if op is not None:
         part.source = op.source
-    part.launch = work.launch = machine.wire.graph.issue(
+    work.launch = machine.wire.graph.issue(
         machine.rank.index,
         call,
         machine.clocks.of(stream),
         stream,
-        annotation=machine.annotation,
+        annotation=part.annotation,
         op=op,
     )
     part.meeting.join(entry.position, part)

@@ -83,6 +83,22 @@ def test_under_registration_the_runtime_itself_does_not_compare() -> None:
     assert report.findings == ()
 
 
+@pytest.mark.filterwarnings("ignore:step")
+def test_parts_that_do_not_fit_together_are_told_as_their_rank_called_them() -> None:
+    """Without matching a gather meets a reduction; the run ends with rank 0's call, unit and line."""
+    orders = [("A", "B"), ("B", "A")]
+
+    with pytest.raises(fsdp_sim.RunError) as caught:
+        fsdp_sim.simulate(train, 2, args=(orders, True), checkers=WITHOUT_MATCHING)
+
+    assert re.fullmatch(
+        r"the parts of reduce_scatter \[fsdp_core::reduce_gradients A\] \(operation \d+ of group "
+        r"'[^']+', sizes \[2\]\) issued at \S+/fsdp_core/collectives\.py:\d+ do not fit together "
+        r"\(.+\); run with the checker 'collective_match' to see where they differ",
+        str(caught.value),
+    )
+
+
 @given(st.lists(st.sampled_from(ORDERS), min_size=2, max_size=3))
 @settings(max_examples=8)
 @pytest.mark.filterwarnings("ignore:step")

@@ -1,5 +1,8 @@
 """B06: a parameter that gets a gradient on one rank only counts as zeros on the others."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from tests.cases.programs import (
     linear,
     ops_by_step,
     reduced,
+    shard,
 )
 
 Mask = tuple[bool, bool]
@@ -100,3 +104,34 @@ def test_a_runtime_that_reduces_only_what_it_has_is_found() -> None:
     message = str(caught.value)
     assert "rank 0 issued reduce_scatter SUM [fsdp_core::reduce_gradients choice] of [2]" in message
     assert "rank 1 reduce_scatter SUM [fsdp_core::reduce_gradients choice] of [4]" in message
+
+
+def freeze_on_rank_0(rank: int, *, before_sharding: bool) -> None:
+    """A step of a choice that uses q alone, which rank 0 has frozen."""
+    choice: Any = Choosy(frozen=(True, False)).choice
+    if before_sharding:
+        choice.q.requires_grad_(rank == 1)
+    shard(choice, "")
+    if not before_sharding:
+        choice.q.requires_grad_(rank == 1)
+    choice(integers(4).requires_grad_(), (False, True)).sum().backward()
+
+
+def test_a_parameter_that_is_frozen_before_sharding_on_one_rank_only_is_found() -> None:
+    """Frozen and trainable parameters are gathered apart, so the ranks gather other sizes."""
+    with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
+        fsdp_sim.simulate(partial(freeze_on_rank_0, before_sharding=True), 2)
+
+    message = str(caught.value)
+    assert "rank 0 issued all_gather [fsdp_core::unshard <root>] of [4]" in message
+    assert "rank 1 all_gather [fsdp_core::unshard <root>] of [2]" in message
+
+
+def test_a_parameter_that_is_frozen_later_on_one_rank_only_is_found() -> None:
+    """The other rank waits for a reduction that this one has no reason to issue."""
+    with pytest.raises(fsdp_sim.Deadlock) as caught:
+        fsdp_sim.simulate(partial(freeze_on_rank_0, before_sharding=False), 2)
+
+    message = str(caught.value)
+    assert message.startswith("no rank can go on; missing: rank 0")
+    assert "for reduce_scatter [fsdp_core::reduce_gradients <root>]" in message

@@ -10,6 +10,7 @@ from fsdp_core import FsdpModule, SchedulePolicy, StateError
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     SHARDED,
+    Row,
     Tensors,
     Training,
     assert_equal,
@@ -23,6 +24,7 @@ from tests.cases.programs import (
     ops_by_step,
     put_together,
     reduced,
+    shard,
 )
 
 
@@ -107,5 +109,26 @@ def test_a_schedule_that_asks_too_early_is_told_what_is_still_open() -> None:
     gradients = [gradients for gradients, _ in report.results]
     assert_equal(put_together(gradients), expected_gradients())
     for _, message in report.results:
-        assert "got unit '<root> (root 0)'" in message
-        assert "mid-flight with 1/2" in message
+        assert (
+            "got unit '<root> (root 0)' mid-flight with 1/2 gradients of ['weight']; run the "
+            "backwards that are missing"
+        ) in message
+
+
+def test_parameters_without_any_gradient_yet_are_the_ones_that_are_named() -> None:
+    """One backward of two uses one of two layers of a unit that waits for four gradients."""
+
+    def program(rank: int) -> str:
+        model = fill(Row("first", "second"))
+        shard(model, "", schedule_policy=SchedulePolicy(grad_accumulation_count=4))
+        optimizer = fsdp_core.fully_shard_optimizer(torch.optim.SGD(model.parameters()))
+        loss_of(model(batch(rank), ("first",)), rank).backward()
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    for message in fsdp_sim.simulate(program, 2, strict=False).results:
+        assert (
+            "got unit '<root>' mid-flight with 1/4 gradients, none yet for ['second.weight'];"
+            in message
+        )

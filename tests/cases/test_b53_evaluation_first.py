@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import fsdp_sim
 from fsdp_core import SchedulePolicy
 from tests.cases.programs import (
     ZERO_1,
@@ -20,6 +21,8 @@ from tests.cases.programs import (
     check_parity,
     fill,
     loss_of,
+    shard,
+    units_in,
 )
 
 Mode = Callable[[], AbstractContextManager[Any]]
@@ -81,6 +84,24 @@ def test_weights_that_an_evaluation_keeps_do_not_hide_what_is_loaded(mode: Mode)
 
     kept = {"schedule_policy": SchedulePolicy(reshard_after_forward=False)}
     check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), 3, options=kept))
+
+
+def test_weights_that_an_evaluation_keeps_are_freed_by_reshard() -> None:
+    """With `reshard_after_forward=False`; nothing else is needed before the next step."""
+    kept = SchedulePolicy(reshard_after_forward=False)
+
+    def program(rank: int) -> list[int]:
+        context = shard(model := fill(Row("a")), "a", schedule_policy=kept)
+        with torch.no_grad():
+            model(batch(rank))
+        held = [context.stats.full_nbytes]
+        for module in units_in(model):
+            module.reshard()
+        assert_resting(model)
+        return [*held, context.stats.full_nbytes]
+
+    # One weight [2, 2] in fp32.
+    assert fsdp_sim.simulate(program, 2).results == [[16, 0]] * 2
 
 
 ACTS: dict[str, Callable[[nn.Module, int], None]] = {

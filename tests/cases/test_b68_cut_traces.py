@@ -73,8 +73,11 @@ def test_a_record_says_everything_that_matching_needs() -> None:
     """pytorch#125173: group, number in it, kind, sizes, type, unit and source line."""
     for ops in records():
         assert len(ops) == COUNT
+        issued: Counter[str] = Counter()
         for number, op in enumerate(ops):
             call = call_of(op)
+            assert call.sequence == issued[call.group_name]
+            issued[call.group_name] += 1
             assert set(call.group) == {0, 1, 2}
             assert call.name == "all_reduce"
             assert call.sizes == (number + 1,)
