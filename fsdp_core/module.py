@@ -785,12 +785,16 @@ class ShardedUnit:
             self._close()
 
     def leave_section(self) -> None:
-        """Reshard: backward has moved on; complete the unit if no use of it is still to come."""
+        """Reshard: backward has moved on; complete the unit if no use of it is still to come.
+
+        What was gathered early since its last use stays, for the one that is still to come.
+        """
         if self._calls or not self.policy.register_hooks:
             return
-        self._leave_weights()
         if not self._outstanding_uses():
             self.complete()
+        elif not isinstance(self._weights, Gathered):
+            self._leave_weights()
 
     def complete(self) -> None:
         """Complete what is open: backward brings no more gradients.

@@ -545,6 +545,24 @@ def test_a_recorded_pass_repeats_a_shared_unit_in_each_microbatch() -> None:
     )
 
 
+def test_what_is_gathered_ahead_stays_for_the_second_use_of_a_unit() -> None:
+    """Two summed forwards: their backward enters each unit twice, and gathers it once for each."""
+
+    def summed(model: nn.Module, rank: int, number: int) -> None:
+        first, second = model(batch(rank, number)), model(batch(rank, number + 1))
+        loss_of(first + second, rank).backward()
+
+    policy = SchedulePolicy(forward_prefetch_size=9, backward_prefetch_size=9)
+    options = {**RECORDED, "schedule_policy": policy}
+    training = Training(
+        lambda: fill(Row("a", "b", "c")), summed, ("a", "b", "c", ""), steps=2, options=options
+    )
+    report = check_parity(training)
+
+    assert sorted(gathered(ops_by_step(report)[1])) == sorted(("a", "b", "c") * 4)
+    assert report.results[0][1].stats["unused_prefetches"] == 0
+
+
 def test_recording_ends_with_the_first_completed_backward() -> None:
     """Forwards without one record on; evaluation takes no part."""
 
