@@ -159,7 +159,7 @@ class Simulation:
         for rank in self.world.ranks:
             rank.host_state.clear()
         patches.restore_c_environ(self.environs)
-        patches.collect_garbage()
+        patches.collect_all_garbage()
         has_failed = self.world.stop_error or any(rank.error for rank in self.world.ranks)
         if self.settings.finds_leaks and not has_failed and not self.knobs.values:
             results = [rank.result for rank in self.world.ranks]

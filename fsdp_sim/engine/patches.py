@@ -746,6 +746,20 @@ def isolate_threads(*, isolate: bool) -> None:
 collect_garbage = gc.collect
 """Collect what the world has left in cycles; inside a world nothing else is looked at."""
 
+COLLECTIONS = 8
+"""Collections after which what still makes garbage has to be content."""
+
+
+def collect_all_garbage() -> None:
+    """Collect until nothing dies any more.
+
+    Why more than once: a cycle that leads through a graph may be freed as far as the graph only, and
+    be garbage that can be seen to its end from then on.
+    """
+    for _ in range(COLLECTIONS):
+        if not collect_garbage():
+            return
+
 
 @contextmanager
 def process_wide() -> Iterator[Patches]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp_sim
 from fsdp_sim.op import Kind
@@ -470,6 +471,48 @@ def test_garbage_is_no_leak() -> None:
         cycle.append(cycle)
 
     assert findings(program) == ()
+
+
+def test_garbage_that_one_collection_only_loosens_is_no_leak() -> None:
+    """As where a hook of a DTensor's gradient accumulator holds both: the first frees a graph only."""
+
+    def program() -> None:
+        side = cpu.Stream()
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
+            mesh = init_device_mesh("cpu", (1,))
+            weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
+        cpu.current_stream().wait_stream(side)
+        function = weight.expand_as(weight).grad_fn
+        assert function is not None
+        accumulator = function.next_functions[0][0]
+        assert accumulator is not None
+        accumulator.register_hook(lambda *_, held=(weight, accumulator): None)
+        weight.sum().backward()
+
+    assert findings(program) == ()
+
+
+def test_garbage_that_makes_garbage_does_not_hold_up_the_end() -> None:
+    """Collections stop when nothing dies, and after a few if something always does."""
+
+    class Phoenix:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            if not gone:
+                Phoenix()
+
+    gone: list[bool] = []
+
+    def program() -> None:
+        Phoenix()
+
+    try:
+        assert findings(program) == ()
+    finally:
+        gone.append(True)
 
 
 def test_a_mesh_is_no_leak() -> None:
