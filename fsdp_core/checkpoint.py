@@ -36,12 +36,13 @@ from fsdp_core.parameter_group import ParameterGroup, describe_state, living_gro
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-FORMAT = 1
+FORMAT = 2
 
 # Names that one message repeats.
 NAMES_MAX = 4
 _READ_NBYTES = 1 << 24
 
+_CLASS = "optimizer.class"
 _OPTIONS = "optimizer.options"
 _VALUES = "optimizer.values"
 
@@ -166,7 +167,7 @@ def load_checkpoint(
 
     Args:
         model: sharded in any way; its names and shapes must be those of the saved one.
-        optimizer: of the same class; its groups may be split otherwise.
+        optimizer: of the same class and the same parameters; its groups may be split otherwise.
         checkpoint_dir: what `save_checkpoint` wrote.
         sync_model_weights: have compute weights follow the loaded main weights at the next gather.
 
@@ -174,8 +175,8 @@ def load_checkpoint(
         Collective on the default process group; the host waits.
 
     Raises:
-        ConfigError: no checkpoint there, a damaged file, or an entry that is missing, left over or
-            of another shape.
+        ConfigError: no checkpoint there, a damaged file, an entry that is missing, left over or of
+            another shape, or an optimizer that does not fit. Every rank raises what one of them does.
     """
     with raised_by_all():
         directory = _find(Path(checkpoint_dir))
@@ -185,13 +186,16 @@ def load_checkpoint(
         metadata = reader.read_metadata()
         model_state = _model_state(model)
         _check_model(model_state, metadata, directory)
-        state: dict[str, Any] = {**model_state}
+        texts = {key: _buffer_of(metadata, key) for key in (_CLASS, _OPTIONS, _VALUES)}
+    load(texts, storage_reader=reader)
+    with raised_by_all():
+        name, options, values = map(_decode, texts.values())
+        new_options = _fit_options(model, optimizer, name, options)
         optimizer_state = _targets(model, optimizer, metadata)
-        state.update(optimizer_state)
-        texts = {key: _buffer_of(metadata, key) for key in (_OPTIONS, _VALUES)}
-        state.update(texts)
-    load(state, storage_reader=reader)
-    _set_optimizer(model, optimizer, optimizer_state, texts)
+    load({**model_state, **optimizer_state}, storage_reader=reader)
+    _set_state(model, optimizer, optimizer_state, values)
+    for param_group, new in zip(optimizer.param_groups, new_options, strict=True):
+        _set_options(param_group, new)
     if sync_model_weights:
         for group in _groups(model):
             group.mark_written()
@@ -380,7 +384,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for parameter in group["params"]
         if parameter in names
     }
-    return {**state, _OPTIONS: _encode(_OPTIONS, options), _VALUES: _encode(_VALUES, values)}
+    texts = {_CLASS: type(optimizer).__name__, _OPTIONS: options, _VALUES: values}
+    return {**state, **{key: _encode(key, value) for key, value in texts.items()}}
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -439,13 +444,75 @@ def _target(parameter: nn.Parameter, saved: TensorStorageMetadata) -> Tensor:
     return group.as_sharded(index, torch.empty_like(local, dtype=dtype))
 
 
-def _set_optimizer(
-    model: nn.Module, optimizer: Optimizer, state: dict[str, Tensor], texts: dict[str, Tensor]
-) -> None:
+def _fit_options(
+    model: nn.Module, optimizer: Optimizer, name: str, options: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the options that each group is to have.
+
+    Args:
+        model: whose parameters the optimizer holds.
+        optimizer: to be loaded.
+        name: class of the saved one.
+        options: saved with each parameter.
+
+    Raises:
+        ConfigError: the optimizer is not such a one.
+    """
+    got = type(optimizer).__name__
+    if got != name:
+        msg = (
+            f"the optimizer must be of the class that was saved, {name}, got {got}; pass one of that "
+            f"class; nothing was loaded"
+        )
+        raise ConfigError(msg)
     names = _names(model)
-    options, values = _decode(texts[_OPTIONS]), _decode(texts[_VALUES])
+    held = [fqn for fqn, _ in _held(optimizer, names)]
+    more = [fqn for fqn in held if fqn not in options]
+    fewer = [fqn for fqn in options if fqn not in held]
+    for problem, fqns in (("more", more), ("fewer", fewer)):
+        if fqns:
+            msg = (
+                f"the optimizer must hold the parameters that were saved with it, got {len(fqns)} "
+                f"{problem}: {', '.join(map(repr, fqns[:NAMES_MAX]))}; build it with the same "
+                f"parameters; nothing was loaded"
+            )
+            raise ConfigError(msg, fqn=fqns[0])
+    return [
+        _common_options([names[each] for each in group["params"]], options, position)
+        for position, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _common_options(
+    fqns: list[str], options: dict[str, dict[str, Any]], position: int
+) -> dict[str, Any]:
+    """Return the options that all parameters of a group were saved with.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    common = options[fqns[0]] if fqns else {}
+    for fqn in fqns:
+        for key in {**common, **options[fqn]}:
+            if common.get(key) != options[fqn].get(key):
+                msg = (
+                    f"parameters of one optimizer group must have been saved with the same options, "
+                    f"got another {key!r} for {fqn!r} than for {fqns[0]!r} in "
+                    f"param_groups[{position}]; split the group as it was when it was saved; "
+                    f"nothing was loaded"
+                )
+                raise ConfigError(msg, fqn=fqn)
+    return common
+
+
+def _set_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: dict[str, Tensor],
+    values: dict[str, dict[str, Any]],
+) -> None:
     fresh: dict[Tensor, dict[str, Any]] = {}
-    for name, parameter in _held(optimizer, names):
+    for name, parameter in _held(optimizer, _names(model)):
         prefix = f"optimizer.state.{name}."
         own = {
             key.removeprefix(prefix): value
@@ -458,19 +525,10 @@ def _set_optimizer(
     replacement = type(optimizer.state)(optimizer.state.default_factory)
     replacement.update(fresh)
     optimizer.state = replacement
-    for group in optimizer.param_groups:
-        _set_options(group, [options[names[each]] for each in group["params"]])
 
 
-def _set_options(group: dict[str, Any], options: list[dict[str, Any]]) -> None:
-    """Take the saved options of a group's parameters, which must be the same."""
-    if any(each != options[0] for each in options):
-        msg = (
-            "the parameters of one optimizer group must have been saved with the same options, got "
-            "different ones; split the group as it was when it was saved"
-        )
-        raise ConfigError(msg)
-    for key, value in (options[0] if options else {}).items():
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    for key, value in options.items():
         current = group.get(key)
         if isinstance(current, Tensor):
             current.fill_(value)

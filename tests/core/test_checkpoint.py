@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import fsdp_core
 from fsdp_core import ConfigError, Placements
@@ -56,7 +57,7 @@ def build(units: tuple[Any, ...] = ((("first", "third")), "second"), **options: 
     return model, optimizer, context
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
     """Train on one batch for all ranks, so that every world size gives the same gradients."""
     for number in steps:
         loss_of(model(batch(0, number)), 0).backward()
@@ -295,7 +296,7 @@ def refused(
         ("truncated", "in '__0_0.distcp' instead of "),
         ("changed", "other contents in '__0_0.distcp' than were saved; nothing was loaded"),
         ("manifest", "a manifest.json that cannot be read; nothing was loaded"),
-        ("format", "format 99, where this version reads 1; nothing was loaded"),
+        ("format", "format 99, where this version reads 2; nothing was loaded"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
@@ -333,6 +334,94 @@ def test_missing_extra_and_wrongly_shaped_entries_are_refused(tmp_path: Path) ->
     refused(tmp_path / "saved", "lacks 1: 'more'; nothing was loaded", add)
     refused(tmp_path / "saved", "has, but the model lacks, 1: 'count'; nothing was loaded", drop)
     refused(tmp_path / "saved", "'count' in the checkpoint in ", grow)
+
+
+OTHER_PARAMETERS = (
+    "the optimizer must hold the parameters that were saved with it, got 2 {}; build it with the "
+    "same parameters"
+)
+OTHER_OPTIONS = (
+    "parameters of one optimizer group must have been saved with the same options, got another 'lr' "
+    "for 'second.weight' than for 'first.weight' in param_groups[0]; split the group as it was when "
+    "it was saved"
+)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """One group of all parameters."""
+    return torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+def without_second(model: nn.Module) -> Optimizer:
+    """Of the first layer alone."""
+    return torch.optim.AdamW(model.get_submodule("first").parameters(), lr=0.5)
+
+
+def in_two_groups(model: nn.Module) -> Optimizer:
+    """Each layer its own learning rate."""
+    first, second = model.get_submodule("first"), model.get_submodule("second")
+    groups = [{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters(), "lr": 1.0}]
+    return torch.optim.AdamW(groups)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """Another class."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        (
+            sgd,
+            adamw,
+            "the optimizer must be of the class that was saved, SGD, got AdamW; pass one of that class",
+        ),
+        (without_second, adamw, OTHER_PARAMETERS.format("more: 'second.weight', 'second.bias'")),
+        (adamw, without_second, OTHER_PARAMETERS.format("fewer: 'second.bias', 'second.weight'")),
+        (in_two_groups, adamw, OTHER_OPTIONS),
+    ],
+    ids=["class", "more", "fewer", "options"],
+)
+def test_an_optimizer_that_does_not_fit_is_refused_before_the_model_is_written(
+    tmp_path: Path,
+    saved: Callable[[nn.Module], Optimizer],
+    other: Callable[[nn.Module], Optimizer],
+    message: str,
+) -> None:
+    """On every rank; neither the weights nor the optimizer are touched."""
+
+    def body(_rank: int) -> str:
+        model = fill(Tied())
+        shard(model, ("first", "third"), "second")
+        optimizer = fsdp_core.fully_shard_optimizer(saved(model))
+        train(model, optimizer, range(1))
+        fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+        train(model, optimizer, range(1, 2))
+        optimizer = fsdp_core.fully_shard_optimizer(other(model))
+        before, options = local_rows(model), [dict(each) for each in optimizer.param_groups]
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        assert_equal(local_rows(model), before)
+        assert not optimizer.state
+        assert optimizer.param_groups == options
+        return str(caught.value)
+
+    assert on_simulated_ranks(body, 2) == [f"{message}; nothing was loaded"] * 2
+
+
+def test_groups_may_be_split_otherwise(tmp_path: Path) -> None:
+    """Options follow the parameters."""
+
+    def body(_rank: int) -> list[float]:
+        model = fill(Tied())
+        shard(model, ("first", "third"), "second")
+        fsdp_core.save_checkpoint(model, adamw(model), tmp_path / "saved")
+        optimizer = in_two_groups(model)
+        fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert on_simulated_ranks(body, 2) == [[0.5, 0.5]] * 2
 
 
 class Bomb:
