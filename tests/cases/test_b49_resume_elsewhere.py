@@ -1,5 +1,6 @@
 """B49: a checkpoint resumes at another world size, also where some ranks hold nothing."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Adam, Optimizer
 
 import fsdp_core
 import fsdp_sim
+from fsdp_core.checkpoint import load_full_state_dict
 from tests.cases.programs import (
     assert_equal,
     fill,
@@ -77,7 +79,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 5, 8])
 def test_the_third_step_has_the_bits_of_a_run_that_never_stopped(
     checkpoint: Path, world_size: int
 ) -> None:
@@ -87,6 +89,65 @@ def test_the_third_step_has_the_bits_of_a_run_that_never_stopped(
     whole = put_together([rows for rows, _ in report.results], mesh=(world_size,))
     assert_equal(whole, uninterrupted())
     assert [steps for _, steps in report.results] == [[3.0]] * world_size
+
+
+def patterns() -> dict[str, Tensor]:
+    """Weights of all over the range of 16 bits, with a subnormal, an infinity, a NaN with payload."""
+    numbers = torch.arange(7 * 2 + 4 * 7, dtype=torch.int32).mul(1561).sub(32768)
+    numbers[-3:] = torch.tensor([0x0001, 0x7F80, 0x7FA5])
+    first, second = numbers.to(torch.int16).view(torch.bfloat16).split([7 * 2, 4 * 7])
+    return {"0.weight": first.view(7, 2), "1.weight": second.view(4, 7)}
+
+
+def bits(tensors: Mapping[str, Tensor | None]) -> dict[str, list[list[int]]]:
+    """Tensors as integers, by which NaNs compare too."""
+    return {
+        name: each.view(torch.int16).tolist() for name, each in tensors.items() if each is not None
+    }
+
+
+def bfloat16_pair(*units: str, world_size: int) -> tuple[nn.Module, Optimizer]:
+    """Layers of 7 and 4 rows."""
+    model = fill(nn.Sequential(linear(7, 2), linear(4, 7))).bfloat16()
+    own = fsdp_core.MixedPrecisionPolicy(main_params_dtype=None)
+    shard(model, *units, mesh=(world_size,), mixed_precision_policy=own)
+    return model, fsdp_core.fully_shard_optimizer(Adam(model.parameters(), lr=0.1))
+
+
+def moments(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The whole moments of all parameters."""
+    return {
+        f"{number}.{key}": state[key].full_tensor()
+        for number, state in enumerate(optimizer.state.values())
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_bfloat16_weights_and_moments_of_three_ranks_keep_their_bits_on_five(
+    tmp_path: Path,
+) -> None:
+    """Rows lie as 3, 3, 1 and 2, 2, 0; then both layers share a buffer, and two ranks hold nothing."""
+
+    def saved(rank: int) -> dict[str, list[list[int]]]:
+        model, optimizer = bfloat16_pair("0", "1", world_size=3)
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        load_full_state_dict(model, patterns() if rank == 0 else None)
+        fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+        return bits(moments(optimizer))
+
+    def loaded(_rank: int) -> tuple[dict[str, Tensor | None], dict[str, list[list[int]]]]:
+        model, optimizer = bfloat16_pair("", world_size=5)
+        fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        return local_rows(model), bits(moments(optimizer))
+
+    before = fsdp_sim.simulate(saved, 3).results
+    after = fsdp_sim.simulate(loaded, 5).results
+
+    weights = put_together([rows for rows, _ in after], mesh=(5,))
+    assert bits(weights) == bits(patterns())
+    assert len(before[0]) == 4
+    assert [states for _, states in after] == before[:1] * 5
 
 
 @pytest.mark.parametrize("names", [("",), ("0", "1")], ids=["same units", "other units"])
