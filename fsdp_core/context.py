@@ -53,10 +53,9 @@ class Unit(Protocol):
         fqn: names of its modules relative to their roots.
         name: how messages and ranges call it: by its fqn, and by its root's number where the
             context has several roots.
-        modules: its modules, weakly; events carry the first.
+        modules: its modules, weakly.
         enclosing: the units whose forward called this one, at its last use in backward.
         full_numel: elements of its whole parameters.
-        positions: index in the registration order, for each phase; empty under RECORDED.
         axes: the mesh that its parameters lie on.
         notes_events: its hooks note when it enters a phase.
     """
@@ -67,7 +66,6 @@ class Unit(Protocol):
     modules: tuple["weakref.ref[nn.Module]", ...]
     enclosing: tuple["weakref.ref[Any]", ...]
     full_numel: int
-    positions: dict[Phase, int]
     axes: MeshAxes
 
     @property
@@ -230,6 +228,8 @@ class FsdpContext:
         self.parameter_to_owner = parameter_to_owner
         self._roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._module_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        # Index of each module's event in the registration order; empty under RECORDED.
+        self._positions: dict[Phase, WeakKeyDictionary[nn.Module, int]] = {}
         self._post_backward_hook_registered = False
         self._registered: dict[nn.Module, Unit] = {}
         self._finalized = False
@@ -242,7 +242,7 @@ class FsdpContext:
         self._open: list[Unit] = []
         self._unfinished: dict[weakref.ref[Unit], None] = {}
         self._reduced: dict[weakref.ref[Unit], None] = {}
-        self._evaluated: dict[weakref.ref[Unit], None] = {}
+        self._evaluated: dict[weakref.ref[nn.Module], None] = {}
         self._gathers_are_joined = False
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
@@ -323,12 +323,10 @@ class FsdpContext:
             self._units.append(unit.ref)
 
     def _fill_order(self, phase: Phase, modules: Iterable[nn.Module]) -> None:
-        """Append one event for each unit, in the order of the first of its modules."""
-        for unit in dict.fromkeys(self._registered[module] for module in modules):
-            lead = unit.modules[0]()
-            assert lead is not None
-            unit.positions[phase] = len(self.execution_order)
-            self.execution_order.append(ExecutionEvent(lead, phase))
+        positions = self._positions[phase] = WeakKeyDictionary()
+        for module in modules:
+            positions[module] = len(self.execution_order)
+            self.execution_order.append(ExecutionEvent(module, phase))
 
     def is_root(self, module: nn.Module) -> bool:
         """Whether no unit of this context lies above a module's; False before `finalize`."""
@@ -448,14 +446,12 @@ class FsdpContext:
         else:
             self.execution_order.move_to(length)
 
-    def note(self, unit: Unit, phase: Phase) -> None:
-        """Note that a unit enters a phase: the cursor moves behind this event.
+    def note(self, module: nn.Module, phase: Phase) -> None:
+        """Note that a unit's module enters a phase: the cursor moves behind this event.
 
         Raises:
             StateError: the recorded pass has another event here.
         """
-        module = unit.modules[0]()
-        assert module is not None
         if self._recording:
             self.execution_order.append(ExecutionEvent(module, phase))
         elif self.execution_order.consume(module, phase):
@@ -463,11 +459,11 @@ class FsdpContext:
         elif self.prefetch_order is PrefetchOrder.RECORDED:
             raise self._divergence(ExecutionEvent(module, phase))
         else:
-            self._move_cursor(unit, phase)
+            self._move_cursor(module, phase)
 
-    def note_evaluated(self, unit: Unit) -> None:
-        """Note that a unit ran without gradients: it may be recomputed in this pass' backward."""
-        self._evaluated[unit.ref] = None
+    def note_evaluated(self, module: nn.Module) -> None:
+        """Note that a module ran without gradients: it may be recomputed in this pass' backward."""
+        self._evaluated[weakref.ref(module)] = None
 
     def _divergence(self, event: ExecutionEvent) -> StateError:
         """Say how an event differs from the recorded one."""
@@ -495,12 +491,14 @@ class FsdpContext:
     def _describe(self, event: ExecutionEvent | None) -> str:
         if event is None:
             return "the end"
-        return f"{self._unit_of(event.module).name} {event.phase.value}"
+        unit = self._unit_of(event.module)
+        of_module = f" (module {self._module_names[event.module]!r})" if unit.modules[1:] else ""
+        return f"{unit.name}{of_module} {event.phase.value}"
 
-    def _move_cursor(self, unit: Unit, phase: Phase) -> None:
-        """Follow a unit that was called out of order; warn once for each change of order."""
-        order = self.execution_order
-        position = unit.positions[phase]
+    def _move_cursor(self, module: nn.Module, phase: Phase) -> None:
+        """Follow a module that was called out of order; warn once for each change of order."""
+        order, unit = self.execution_order, self._unit_of(module)
+        position = self._positions[phase][module]
         if order.position == position + 1:
             return  # once more, right behind its own event: nothing else was passed over
         # A backward whose forward came before an earlier backward begins where it is, too.
@@ -525,40 +523,44 @@ class FsdpContext:
     def _is_passed_over(self, event: ExecutionEvent, position: int) -> bool:
         """Whether nothing is wasted where this event does not come before the one at `position`.
 
-        Nobody says when a unit without hooks runs; backward passes by a unit that returns its
-        input untouched; and a reentrant checkpoint runs the forward without gradients.
+        Nobody says when a unit without hooks runs, or that every module of a unit of several does;
+        backward passes by a unit that returns its input untouched; and a reentrant checkpoint runs
+        the forward without gradients.
         """
         if self.execution_order.position == position:
             return False
         unit = self._unit_of(event.module)
-        has_run = event.phase is Phase.FORWARD and unit.ref in self._evaluated
-        return has_run or not (unit.notes_events and unit.full_numel)
+        has_run = event.phase is Phase.FORWARD and weakref.ref(event.module) in self._evaluated
+        is_awaited = unit.notes_events and unit.full_numel and len(unit.modules) == 1
+        return has_run or not is_awaited
 
-    def prefetch(self, unit: Unit, phase: Phase, numel_max: int | None) -> None:
+    def prefetch(self, module: nn.Module, phase: Phase, numel_max: int | None) -> None:
         """Gather the units early that follow in the order, within a budget.
 
         Args:
-            unit: the one that runs now.
+            module: of the unit that runs now, whose own further events are passed over.
             phase: the direction; units of the other one are never gathered early.
             numel_max: the budget in elements; None: one unit.
         """
-        if self._recording or (self.evaluating and not unit.positions):
+        if self._recording or (self.evaluating and not self._positions):
             return
-        order = self.execution_order
-        offset = unit.positions[phase] + 1 - order.position if unit.positions else 0
+        order, unit = self.execution_order, self._unit_of(module)
+        offset = self._positions[phase][module] + 1 - order.position if self._positions else 0
         numel = 0
         while numel_max is None or numel < numel_max:
             event = order.peek(offset)
             if event is None or event.phase is not phase:
                 return
+            offset += 1
             successor = self._unit_of(event.module)
+            if successor is unit:
+                continue
             if self.evaluating and self.is_root(event.module):
                 return
             successor.prefetch()
             if numel_max is None:
                 return
             numel += successor.full_numel
-            offset += 1
 
     @staticmethod
     def _unit_of(module: nn.Module) -> Unit:

@@ -10,10 +10,10 @@ from fsdp_core.phase import Phase
 
 
 class ExecutionEvent(NamedTuple):
-    """One gather on demand: a unit enters its forward or its backward.
+    """One demand for weights: a module of a unit enters its forward or its backward.
 
     Attributes:
-        module: the unit's module (the first, of a unit of several).
+        module: the unit's module that is called.
         phase: FORWARD or BACKWARD.
     """
 

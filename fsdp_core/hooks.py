@@ -135,14 +135,14 @@ def _enter_through(tensor: Tensor, use: Use) -> None:
 @never_compiled
 def _before_backward(uses: list[Use], _grad: Tensor) -> None:
     for use in uses:
-        unit = use.unit()
-        if unit is None:
+        module = use.module()
+        if module is None:
             msg = (
                 "a model must live until its backward passes are over, got one that was deleted; "
                 "keep a reference to it"
             )
             raise StateError(msg)
-        unit.pre_backward(use)
+        unit_of(module).pre_backward(module, use)
 
 
 @never_compiled

@@ -81,7 +81,7 @@ class Use:
     """One forward call whose outputs are part of an autograd graph.
 
     Attributes:
-        unit: the unit, weakly: the graph must not keep a model alive.
+        module: the unit's module that was called, weakly: the graph must not keep a model alive.
         enclosing: the units whose forward this call was made in.
         first_node: number that the first autograd node of the call got.
         is_recomputed: the call was made inside a backward pass.
@@ -90,7 +90,7 @@ class Use:
             checkpointing), whose gradients come apart from the others.
     """
 
-    unit: "weakref.ref[ShardedUnit]"
+    module: "weakref.ref[nn.Module]"
     enclosing: tuple["weakref.ref[Any]", ...]
     first_node: int
     is_recomputed: bool
@@ -152,7 +152,6 @@ class ShardedUnit:
         fqn: names of its modules relative to their roots, once the context is finalized.
         name: how messages and ranges call it; see the `Unit` of `context.py`.
         enclosing: see `Use`; of the last use that backward entered.
-        positions: see the `Unit` of `context.py`.
         full_numel: elements of its whole parameters.
         callbacks: called with the first module when a backward of the unit is over.
         watch: installs the gradient hook of a parameter that becomes trainable.
@@ -176,7 +175,6 @@ class ShardedUnit:
         self.fqn = ""
         self.name = "<root>"
         self.enclosing: tuple[weakref.ref[Any], ...] = ()
-        self.positions: dict[Phase, int] = {}
         self.full_numel = sum(group.full_numel for group in groups)
         self.members = [member for group in self.groups for member in group.members]
         self.callbacks: list[Callable[[nn.Module], None]] = []
@@ -504,12 +502,12 @@ class ShardedUnit:
         self._reshard()
         self._check_unwritten()
 
-    def prefetch_successors(self, phase: Phase) -> None:
-        """Gather the units early that follow this one, within its budget for the direction."""
+    def prefetch_successors(self, module: nn.Module, phase: Phase) -> None:
+        """Gather the units early that follow `module`, within this unit's budget for the direction."""
         forward = phase is Phase.FORWARD
         policy = self.policy
         numel_max = policy.forward_prefetch_size if forward else policy.backward_prefetch_size
-        self.context.prefetch(self, phase, numel_max)
+        self.context.prefetch(module, phase, numel_max)
 
     # -- forward -----------------------------------------------------------------------------
 
@@ -529,15 +527,15 @@ class ShardedUnit:
             context.begin_forward()
         self._check_entry(module, recomputing=recomputing)
         if not recomputing and context.evaluating:
-            context.note_evaluated(self)
+            context.note_evaluated(module)
         elif not recomputing:
-            context.note(self, Phase.FORWARD)
+            context.note(module, Phase.FORWARD)
         self._begin_call(module, recomputing=recomputing)
         if not recomputing:
             self._drop_stale()
         self._demand()
         if not recomputing:
-            self.prefetch_successors(Phase.FORWARD)
+            self.prefetch_successors(module, Phase.FORWARD)
 
     def _check_entry(self, module: nn.Module, *, recomputing: bool) -> None:
         entered_twice = any(call.module is module for call in self.context.calls)
@@ -585,7 +583,8 @@ class ShardedUnit:
         if not torch.is_grad_enabled():
             self._note_hidden_use(call)
             return None
-        return Use(self.ref, self._enclosing_of(call), call.first_node, call.recomputing)
+        enclosing = self._enclosing_of(call)
+        return Use(weakref.ref(module), enclosing, call.first_node, call.recomputing)
 
     def _note_hidden_use(self, call: Call) -> None:
         """Count a call without a graph in a forward with one: it may be recomputed with one."""
@@ -685,8 +684,8 @@ class ShardedUnit:
             return Window(fired, declared, declared=True)
         return Window(fired, trainable_among(self._fulls), declared=False)
 
-    def pre_backward(self, use: Use) -> None:
-        """Gather the weights that backward needs for one call; a no-op if it has entered it.
+    def pre_backward(self, module: nn.Module, use: Use) -> None:
+        """Gather the weights that backward needs for one call of `module`, once.
 
         Raises:
             StateError: the weights were written since the call, or the backward is to have a
@@ -714,14 +713,14 @@ class ShardedUnit:
         context = self.context
         context.begin_backward()
         context.leave_sections(self, use.enclosing)
-        context.note(self, Phase.BACKWARD)
+        context.note(module, Phase.BACKWARD)
         self.enclosing = use.enclosing
         self._open()
         self._enter(use)
         self._window.graph_task = task
         self._window.nested |= use.recomputes
         self._demand()
-        self.prefetch_successors(Phase.BACKWARD)
+        self.prefetch_successors(module, Phase.BACKWARD)
 
     def _enter(self, use: Use) -> None:
         """Take a call from those that are still to come."""
@@ -1139,7 +1138,8 @@ class FsdpModule:
         for unit in self._units_below(recurse=recurse):
             unit.unshard()
         if prefetch != "none":
-            self.fsdp_unit.prefetch_successors(Phase(prefetch))
+            assert isinstance(self, nn.Module)
+            self.fsdp_unit.prefetch_successors(self, Phase(prefetch))
 
     def reshard(self, *, recurse: bool = False) -> None:
         """Free the full weights, if nobody uses them.

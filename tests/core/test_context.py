@@ -492,6 +492,50 @@ def test_a_deviation_is_warned_of_once_for_each_change_of_order() -> None:
     assert [each.split("; ")[0] for each in messages] == [f"step 1: {start}", f"step 4: {start}"]
 
 
+@pytest.mark.parametrize("order", PrefetchOrder)
+def test_a_unit_of_modules_far_apart_is_gathered_ahead_of_each_in_either_order(
+    order: PrefetchOrder,
+) -> None:
+    """Forward keeps it from its first module to its last; backward gathers it for each."""
+    names = ("a", "b", "c", "d")
+    training = Training(
+        lambda: fill(Row(*names)),
+        step,
+        (("a", "d"), "b", "c", ""),
+        steps=2,
+        options={"prefetch_order": order},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = check_parity(training)
+
+    forward, backward = ["a+d", "b", "c"], ["a+d", "c", "b", "a+d"]
+    assert gathered(ops_by_step(report)[1]) == forward + backward
+    assert report.results[0][1].stats["unused_prefetches"] == 0
+
+
+def test_a_unit_of_neighbours_gathers_the_unit_behind_them_while_the_first_runs() -> None:
+    """Its own further events are passed over: it is there already."""
+    training = Training(lambda: fill(Row("a", "b", "c")), step, (("a", "b"), "c", ""))
+    (ops,) = ops_by_step(check_parity(training))
+
+    names = [op.name for op in ops if op.name.startswith("fsdp_core::")]
+    entered = [i for i, name in enumerate(names) if name == "fsdp_core::forward a+b"]
+    assert entered[0] < names.index("fsdp_core::unshard c") < entered[1]
+
+
+def test_a_module_of_a_unit_of_several_that_is_not_called_is_not_missed() -> None:
+    """No warning: nothing is wasted, the unit was gathered for the others."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(Row("a", "b", "c")), ("a", "b"), "c", "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss_of(model(batch(rank), calls=("a", "c")), rank).backward()
+
+    on_simulated_ranks(body, 2)
+
+
 # ---------------------------------------------------------------------- recorded passes
 
 
@@ -515,6 +559,21 @@ def test_a_recorded_pass_is_gathered_on_demand_and_then_ahead() -> None:
     assert stats[1].prefetches > 0
     assert stats[2].unused_prefetches == 0
     assert stats[2].prefetches - stats[1].prefetches == stats[1].prefetches
+
+
+def test_a_recorded_pass_tells_the_modules_of_one_unit_apart() -> None:
+    """The error names the module that was expected, and the one that was called."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(Row("a", "b")), ("a", "b"), "", **RECORDED)
+        loss_of(model(batch(rank)), rank).backward()
+        with pytest.raises(
+            StateError,
+            match=r"got a\+b \(module 'b'\) forward at .*, expected a\+b \(module 'a'\) forward",
+        ):
+            model(batch(rank), calls=("b", "a"))
+
+    on_simulated_ranks(body, 2)
 
 
 def test_a_recorded_pass_repeats_a_shared_unit_in_each_microbatch() -> None:
