@@ -11,6 +11,7 @@ import pickle
 import shutil
 import zlib
 from collections.abc import Iterator
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,15 @@ class _PlainReader(FileSystemReader):
         return metadata
 
 
+def _member_of_enum(cls: object, name: str) -> Enum:
+    """Stand in for `getattr`, by which some releases of Python 3.11 pickle the members of an enum."""
+    if isinstance(cls, EnumMeta) and name in cls.__members__:
+        member: Enum = cls[name]
+        return member
+    msg = f"{name!r} of {cls!r} is no part of checkpoint metadata"
+    raise pickle.UnpicklingError(msg)
+
+
 class _PlainUnpickler(pickle.Unpickler):
     """Builds the classes of checkpoint metadata, and none else."""
 
@@ -296,6 +306,8 @@ class _PlainUnpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module in self._MODULES and plain) or (module, name) in self._NAMES or dtype:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of_enum
         msg = f"{module}.{name} is no part of checkpoint metadata"
         raise pickle.UnpicklingError(msg)
 

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMATS
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -449,6 +451,26 @@ def test_loading_runs_no_code_of_the_file(tmp_path: Path) -> None:
 
     refused(tmp_path / "saved", "mkdir is no part of checkpoint metadata")
     assert not (tmp_path / "harm").exists()
+
+
+class Attribute:
+    """Pickled as the attribute of something, as Python 3.11.2 pickles the members of enums."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_metadata_may_name_members_of_its_enums_in_the_way_of_every_python() -> None:
+    """And no attribute of anything else, which could be a method."""
+    member = MEMORY_FORMATS.TORCH_CONTIGUOUS_FORMAT
+
+    for way in (member, Attribute(MEMORY_FORMATS, member.name)):
+        assert checkpoints._PlainUnpickler(BytesIO(pickle.dumps(way))).load() is member
+    with pytest.raises(pickle.UnpicklingError, match="is no part of checkpoint metadata"):
+        checkpoints._PlainUnpickler(BytesIO(pickle.dumps(Attribute(torch.Size, "numel")))).load()
 
 
 # ---------------------------------------------------------------------- whole models
