@@ -30,7 +30,7 @@ from fsdp_sim.engine.dispatch import (
 )
 from fsdp_sim.engine.machine import Machine
 from fsdp_sim.engine.memory import StorageRecord
-from fsdp_sim.engine.tensors import access_of
+from fsdp_sim.engine.tensors import access_of, tensors_in
 from fsdp_sim.op import Access, Kind
 
 _CPU = torch.device("cpu")
@@ -180,11 +180,6 @@ class CudaMode(RankMode):
 
 def _plain(value: Any) -> Iterator[Tensor]:
     """Yield the tensors with memory among arguments."""
-    if isinstance(value, Tensor):
-        if patches.device_of(value).type == "cpu" and value.layout is torch.strided:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _plain(item)
-    elif isinstance(value, dict):
-        yield from _plain(list(value.values()))
+    for tensor in tensors_in(value):
+        if patches.device_of(tensor).type == "cpu" and tensor.layout is torch.strided:
+            yield tensor

@@ -4,13 +4,13 @@ On a CPU mesh host and device tensors look alike.  A tensor made from Python dat
 from such tensors alone, is the host's; it moves to the device when an operator needs it there.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_sim.engine.memory import Memory
+from fsdp_sim.engine.tensors import tensors_in
 
 READS_VALUE = frozenset(
     ("_local_scalar_dense", "equal", "is_nonzero", "allclose", "_linalg_check_errors")
@@ -78,17 +78,9 @@ def take_to_device(memory: Memory, args: Any, writes: tuple[bool | None, ...], k
     moved = False
     arguments = [*zip(args, writes, strict=False), *((value, False) for value in kwargs.values())]
     for argument, write in arguments:
-        for tensor in _tensors(argument):
+        for tensor in tensors_in(argument):
             record = memory.record_of(tensor)
             if record.is_host and (write or tensor.dim()):
                 memory.to_device(tensor)
                 moved = True
     return moved
-
-
-def _tensors(argument: Any) -> Iterator[Tensor]:
-    if isinstance(argument, Tensor):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        for item in argument:
-            yield from _tensors(item)

@@ -1,10 +1,24 @@
-"""Tensors: the bytes of a storage that a tensor covers."""
+"""Tensors: those among the arguments of a call, and the bytes of a storage that one covers."""
+
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
 from fsdp_sim.op import Access
 
 _new = tuple.__new__  # of a named tuple: its own constructor takes twice as long, for every operand
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments, which may be lists, tuples and dicts of them, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
 
 
 def access_of(tensor: Tensor, storage: int, *, write: bool) -> Access:

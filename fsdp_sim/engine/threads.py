@@ -1,7 +1,7 @@
 """Threads: what the threads that a program starts must not do, since no rank's mode would see it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine import patches
 from fsdp_sim.engine.machine import LOCAL, Machine
 from fsdp_sim.engine.task import Thread
+from fsdp_sim.engine.tensors import tensors_in
 from fsdp_sim.errors import UnseenThread
 
 
@@ -58,7 +59,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.name()
         if name.startswith("c10d::") or any(
-            _is_of(self._machine, tensor) for tensor in _tensors((args, kwargs))
+            _is_of(self._machine, tensor) for tensor in tensors_in((args, kwargs))
         ):
             refuse(self._machine, name)
         return func(*args, **kwargs)
@@ -92,13 +93,3 @@ def _is_of(machine: Machine, tensor: Tensor) -> bool:
         return False
     record = machine.memory.known(tensor.untyped_storage())
     return record is not None and not record.is_host
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
