@@ -1,21 +1,13 @@
-"""One batch: programs drawn from its number, run with every check, shrunk where one fails.
-
-The same number draws the same programs, on any machine and with any number of workers, as long as
-Hypothesis is of the same version.
-"""
+"""One batch: programs drawn from its number, run with every check, shrunk where one fails."""
 
 import time
-import warnings
 from dataclasses import dataclass, field
 
-import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
-
 from ci.search.coverage import Coverage
+from ci.search.draw import draw
 from fsdp_sim.program import ProgramSpec, dump_program
 from fsdp_sim.program.parity import verify
 from fsdp_sim.replay_file import failure_of
-from fsdp_sim.strategies import programs
 
 PROGRAMS_EACH = 100
 
@@ -57,22 +49,10 @@ class Result:
 
 def run_batch(number: int, count: int = PROGRAMS_EACH) -> Result:
     """Draw and run the programs of one batch, up to the first that fails."""
-    torch.set_num_threads(1)
     result = Result(number)
     start = time.process_time()
     last: list[tuple[ProgramSpec, Exception]] = []  # of the failures the last one is the smallest
 
-    @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
-    @given(programs())
     def each(program: ProgramSpec) -> None:
         try:
             report = verify(program, trace=True)
@@ -83,14 +63,11 @@ def run_batch(number: int, count: int = PROGRAMS_EACH) -> Result:
             result.programs += 1
             result.coverage.add(program, report)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            each()
-        except Exception:
-            if not last:
-                raise
-            result.failure = _failure(number, *last[-1])
+    error = draw(each, number, count)
+    if error is not None and not last:
+        raise error
+    if last:
+        result.failure = _failure(number, *last[-1])
     result.seconds = time.process_time() - start
     return result
 

@@ -6,21 +6,18 @@
 import multiprocessing
 import os
 import sys
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import click
-import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
+from ci.search.draw import draw
 from ci.search.plants import plants
 from fsdp_sim.mutation.change import Change
 from fsdp_sim.program import ProgramSpec
 from fsdp_sim.program.parity import verify
 from fsdp_sim.program.tree import units, walk
 from fsdp_sim.replay_file import failure_of
-from fsdp_sim.strategies import programs
 
 PROGRAMS_MAX = 200
 SHRINK_RUNS_MAX = 400
@@ -74,23 +71,11 @@ def size_of(program: ProgramSpec) -> Size:
 
 def find(number: int) -> Found:
     """Search with bug ``number`` planted, and shrink what fails first."""
-    torch.set_num_threads(1)
     change = plants()[number]
     runs = 0
     first: int | None = None
     failed: dict[str, tuple[ProgramSpec, Exception]] = {}
 
-    @seed(0)
-    @settings(
-        max_examples=PROGRAMS_MAX,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
-    @given(programs())
     def each(program: ProgramSpec) -> None:
         nonlocal runs, first
         text = repr(program)
@@ -107,13 +92,9 @@ def find(number: int) -> Found:
             failed[text] = program, error
             raise
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            each()
-        except Exception:
-            if not failed:
-                raise
+    error = draw(each, 0, PROGRAMS_MAX)
+    if error is not None and not failed:
+        raise error
     if first is None:
         return Found(change.name)
     (before, _), *_ = failed.values()
