@@ -91,10 +91,6 @@ class Coverage:
         """Return a count as a share of the programs that count."""
         return count / max(self.programs, 1)
 
-    def rare(self) -> list[str]:
-        """Return the features below their least share."""
-        return [name for name in FEATURES if self.share(self.features[name]) < SHARE_MIN]
-
     def never(self) -> list[str]:
         """Return what never came up though it can: features, pairs of them, events."""
         pairs = [pair for pair in combinations(FEATURES, 2) if not self.pairs[pair]]
