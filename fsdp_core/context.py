@@ -368,7 +368,7 @@ class FsdpContext:
         Raises:
             StateError: all models that were sharded in the scope are gone.
         """
-        if self._units and not self._living(self._units):
+        if self._units and all(ref() is None for ref in self._units):
             msg = (
                 "a context must not be used when its model is gone, got a call after that; shard the "
                 "new model inside a new fully_shard_context()"

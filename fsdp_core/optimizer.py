@@ -281,17 +281,20 @@ class _LocalStep:
         Why in order: runs differ from rank to rank, and whoever gathers all states in a loop needs
         the same order everywhere.
         """
-        new: dict[Tensor, None] = {}
-        for runs in self._runs:
-            for run in runs:
-                if self._local_state.get(run.plain):
-                    new.update((each.parameter, None) for each in run.parts)
-        if all(parameter in self._public_state for parameter in new):
+        new = dict.fromkeys(
+            part.parameter
+            for runs in self._runs
+            for run in runs
+            if self._local_state.get(run.plain)
+            for part in run.parts
+            if part.parameter not in self._public_state
+        )
+        if not new:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in new:
-                    self._public_state.setdefault(parameter, {})
+                    self._public_state[parameter] = {}
 
     def _show_state(self, run: _Run) -> None:
         """Let users see a run's state: DTensors over its parts, each made once."""
