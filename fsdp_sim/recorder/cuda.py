@@ -4,7 +4,7 @@ A stream or event of CUDA has a *shadow*: a simulated one that is told of each u
 """
 
 import functools
-import weakref
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +18,17 @@ from fsdp_sim.recorder.process import DeviceMachine
 
 _Key = tuple[int, int]
 
+_NUMBER = "_fsdp_sim_number"
+_numbers = itertools.count()
+"""Of events, over all recordings of the process."""
+
 
 class Shadows:
     """The shadow of each stream and event of a process.
+
+    Events carry their number, since they must not be referred to weakly: what torch.cuda's leave behind
+    when they die is a reference to freed memory (``_CudaEventBase`` clears none), and the next collection
+    of garbage follows it.
 
     Attributes:
         machine: set before the first use.
@@ -30,7 +38,7 @@ class Shadows:
 
     def __init__(self) -> None:
         self._streams: dict[_Key, streams.Stream] = {}
-        self._events: weakref.WeakKeyDictionary[Any, streams.Event] = weakref.WeakKeyDictionary()
+        self._events: dict[int, streams.Event] = {}
         self._roles: dict[_Key, str] = {}
         self._is_inside = False
 
@@ -52,9 +60,10 @@ class Shadows:
 
     def of_event(self, event: Any) -> streams.Event:
         """Return an event's shadow."""
-        shadow = self._events.get(event)
+        number = event.__dict__.setdefault(_NUMBER, next(_numbers))
+        shadow = self._events.get(number)
         if shadow is None:
-            shadow = self._events[event] = streams.Event()
+            shadow = self._events[number] = streams.Event()
         return shadow
 
     # ------------------------------------------------------------------ installation

@@ -62,7 +62,9 @@ class Stream:
 
 
 class Event:
-    """An event that is always done."""
+    """An event that is always done, and to which nothing may refer weakly, as to torch.cuda's."""
+
+    __slots__ = ("__dict__",)
 
     def record(self, stream: Stream | None = None) -> None:
         """Nothing is under way."""
