@@ -11,12 +11,24 @@ from pathlib import Path
 import click
 import torch
 
-from ci.gpu import correctness, findings, graphs, litmus, memory, orders, overlap, sanitizer, timing
+from ci.gpu import (
+    correctness,
+    findings,
+    graphs,
+    litmus,
+    memory,
+    orders,
+    overlap,
+    profile,
+    sanitizer,
+    timing,
+)
 
 PARTS = {
     "correctness": correctness.run,
     "time-small": lambda: timing.run("small"),
     "time-large": lambda: timing.run("large"),
+    "profile": profile.run,
     "graphs": graphs.run,
     "memory": memory.run,
     "orders": orders.run,
