@@ -78,7 +78,10 @@ def agree_on_owners(owners: Sequence[tuple[str, object]], axes: MeshAxes) -> Non
     records = exchange((dist.get_rank(), bool(mistakes), record), axes)
     for rank, is_mistake, text in records:
         if is_mistake:
-            msg = f"parameter_to_owner must name an owner for each parameter, got on rank {rank}: {text}"
+            msg = (
+                f"parameter_to_owner must name an owner for each parameter, got on rank {rank}: "
+                f"{text}; give each an int in [0, {dp_size})"
+            )
             raise ConfigError(msg)
     if len({text for _, _, text in records}) == 1:
         return
@@ -88,14 +91,15 @@ def agree_on_owners(owners: Sequence[tuple[str, object]], axes: MeshAxes) -> Non
         if len(set(said.values())) > 1:
             msg = (
                 f"parameter_to_owner must be the same on all ranks, got for parameter {fqn!r} "
-                f"{', '.join(f'rank {rank}: {owner}' for rank, owner in said.items())}"
+                f"{', '.join(f'rank {rank}: {owner}' for rank, owner in said.items())}; "
+                f"compute it from names and shapes alone"
             )
             raise ConfigError(msg, fqn=fqn)
 
 
 def _owner_mistake(fqn: str, owner: object, dp_size: int) -> str | None:
     if owner is None:
-        return f"none for {fqn!r}; add it to the map given to fully_shard_context"
+        return f"none for {fqn!r}"
     if isinstance(owner, bool) or not isinstance(owner, int):
         return f"{owner!r} for {fqn!r}, which is no int"
     if not 0 <= owner < dp_size:

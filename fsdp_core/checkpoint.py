@@ -223,7 +223,8 @@ def _check_files(directory: Path) -> None:
     problem = _file_problem(directory)
     if problem is not None:
         msg = (
-            f"the checkpoint in {str(directory)!r} must be whole, got {problem}; nothing was loaded"
+            f"the checkpoint in {str(directory)!r} must be whole, got {problem}; load another one; "
+            f"nothing was loaded"
         )
         raise ConfigError(msg)
 
@@ -263,7 +264,10 @@ class _PlainReader(FileSystemReader):
             with path.open("rb") as file:
                 metadata = _PlainUnpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-            msg = f"{str(path)!r} must hold checkpoint metadata only, got: {error}"
+            msg = (
+                f"{str(path)!r} must hold checkpoint metadata only, got: {error}; pass a directory "
+                f"that save_checkpoint wrote"
+            )
             raise ConfigError(msg) from error
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -325,7 +329,7 @@ def _check_model(state: dict[str, Any], metadata: Metadata, directory: Path) -> 
             names = ", ".join(repr(key.removeprefix("model.")) for key in keys[:NAMES_MAX])
             msg = (
                 f"the checkpoint in {str(directory)!r} must have the model's entries, got one that "
-                f"{problem} {len(keys)}: {names}; nothing was loaded"
+                f"{problem} {len(keys)}: {names}; build the model that was saved; nothing was loaded"
             )
             raise ConfigError(msg, fqn=keys[0].removeprefix("model."))
     for key, value in state.items():
@@ -334,7 +338,7 @@ def _check_model(state: dict[str, Any], metadata: Metadata, directory: Path) -> 
             name = key.removeprefix("model.")
             msg = (
                 f"{name!r} in the checkpoint in {str(directory)!r} must have shape {expected}, got "
-                f"{got}; nothing was loaded"
+                f"{got}; build the model that was saved; nothing was loaded"
             )
             raise ConfigError(msg, fqn=name)
 
@@ -360,7 +364,10 @@ def _encode(name: str, value: Any) -> Tensor:
     try:
         text = json.dumps(value, sort_keys=True)
     except (TypeError, ValueError) as error:
-        msg = f"{name!r} must be a tensor or what JSON can say, got {value!r}"
+        msg = (
+            f"{name!r} must be a tensor or what JSON can say, got {value!r}; turn it into one of "
+            f"these, or leave it out"
+        )
         raise UnsupportedError(msg, fqn=name) from error
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
@@ -373,7 +380,10 @@ def _buffer_of(metadata: Metadata, key: str) -> Tensor:
     """Return an empty tensor that takes a saved value."""
     saved = metadata.state_dict_metadata.get(key)
     if not isinstance(saved, TensorStorageMetadata):
-        msg = f"the checkpoint must have {key!r}, got none; nothing was loaded"
+        msg = (
+            f"the checkpoint must have {key!r}, got none; pass a directory that save_checkpoint "
+            f"wrote; nothing was loaded"
+        )
         raise ConfigError(msg)
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
@@ -424,7 +434,8 @@ def _held(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterator[tuple[str,
             if parameter not in names:
                 msg = (
                     f"the optimizer must hold parameters of the model, got one of shape "
-                    f"{tuple(parameter.shape)} that is none"
+                    f"{tuple(parameter.shape)} that is none; pass the model and the "
+                    f"optimizer that belong together"
                 )
                 raise ConfigError(msg)
             yield names[parameter], parameter
@@ -614,7 +625,10 @@ def load_full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None)
 def _check_full(state: dict[str, Tensor], full: dict[str, Any]) -> None:
     problem = _full_problem(state, full)
     if problem is not None:
-        msg = f"a full state dict must have the model's entries, got {problem}; nothing was loaded"
+        msg = (
+            f"a full state dict must have the model's entries, got {problem}; pass what "
+            f"full_state_dict returned for such a model; nothing was loaded"
+        )
         raise ConfigError(msg)
 
 
@@ -661,7 +675,10 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
         try:
             from safetensors.torch import save_file
         except ImportError as error:
-            msg = "export_safetensors needs the package safetensors; install fsdp-sim[safetensors]"
+            msg = (
+                "export_safetensors needs the package safetensors, got an environment without it; "
+                "install fsdp-sim[safetensors]"
+            )
             raise ConfigError(msg) from error
     state = full_state_dict(model)
     with raised_by_all():

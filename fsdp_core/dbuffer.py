@@ -110,7 +110,7 @@ class DBuffer:
         if local.shape != (held.numel,) or not local.is_contiguous():
             msg = (
                 f"local must be contiguous and of shape ({held.numel},), got shape "
-                f"{tuple(local.shape)} with strides {local.stride()}"
+                f"{tuple(local.shape)} with strides {local.stride()}; pass this rank's piece, flat"
             )
             raise ConfigError(msg)
         return cls(local.detach(), axes, placements, layout)
@@ -137,7 +137,7 @@ class DBuffer:
             ConfigError: no tensor, several dtypes, or a layout of other shapes.
         """
         if not tensors:
-            msg = "a buffer needs at least one tensor, got none"
+            msg = "a buffer needs at least one tensor, got none; pass one, which may be empty"
             raise ConfigError(msg)
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         if len(dtypes) > 1:
@@ -150,7 +150,10 @@ class DBuffer:
         if layout is None:
             layout = build_row_atomic_layout(shapes, axes.mesh.size())
         if layout.tensor_shapes != shapes:
-            msg = f"the layout must be built for shapes {shapes}, got {layout.tensor_shapes}"
+            msg = (
+                f"the layout must be built for shapes {shapes}, got {layout.tensor_shapes}; build it "
+                f"from these tensors, or leave it out"
+            )
             raise ConfigError(msg)
         buffer = cls.empty(axes, placements, layout, dtypes[0])
         for index, tensor in enumerate(tensors):
@@ -247,7 +250,10 @@ class DBuffer:
         """
         shape = self.layout.tensor_shapes[index]
         if tuple(tensor.shape) != shape:
-            msg = f"tensor {index} of the buffer has shape {shape}, got {tuple(tensor.shape)}"
+            msg = (
+                f"tensor {index} of the buffer must have shape {shape}, got {tuple(tensor.shape)}; "
+                f"pass the whole tensor"
+            )
             raise ConfigError(msg)
         tensor_range = self.layout.get_tensor_range(index)
         part = intersect_ranges(tensor_range, self.held)
@@ -360,7 +366,7 @@ class DBuffer:
             problem = f"the mesh {self.axes.mesh}, got {out.axes.mesh}"
         else:
             return
-        msg = f"out must have {problem}"
+        msg = f"out must have {problem}; allocate it for these, or leave it out"
         raise ConfigError(msg)
 
     # -- storage -----------------------------------------------------------------------------
@@ -392,7 +398,10 @@ def _check_spread(
     placements = specialize(placements)
     check_placements(placements)
     if len(placements) != len(axes.sizes):
-        msg = f"the mesh has {len(axes.sizes)} axes, got {len(placements)} placements"
+        msg = (
+            f"a mesh of {len(axes.sizes)} axes must have as many placements, got {len(placements)}; "
+            f"pass one for each axis"
+        )
         raise ConfigError(msg)
     return axes, placements
 

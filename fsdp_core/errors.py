@@ -28,7 +28,7 @@ def check_type(name: str, value: object, kind: type) -> None:
         ConfigTypeError: it is not; names the argument.
     """
     if not isinstance(value, kind):
-        msg = f"{name} must be a {kind.__name__}, got {value!r}"
+        msg = f"{name} must be a {kind.__name__}, got {value!r}; pass one of that type"
         raise ConfigTypeError(msg)
 
 

@@ -86,7 +86,7 @@ def fully_shard_context(
         if name not in _RENAMED:
             msg = f"fully_shard_context() got an unexpected keyword argument {name!r}"
             raise TypeError(msg)
-        msg = f"{name} is said by {_RENAMED[name]} now, got {name}={renamed[name]!r}"
+        msg = f"{name} is said by {_RENAMED[name]} now, got {name}={renamed[name]!r}; use that"
         raise ConfigError(msg)
     if _active.get() is not None:
         msg = (
@@ -209,7 +209,10 @@ def _check_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     candidates: Any = [module] if isinstance(module, nn.Module) else module
     modules: list[nn.Module] = list(candidates) if isinstance(candidates, Iterable) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
-        msg = f"fully_shard needs a module or a sequence of modules, got {module!r}"
+        msg = (
+            f"fully_shard needs a module or a sequence of modules, got {module!r}; pass at least "
+            f"one"
+        )
         raise ConfigTypeError(msg)
     for each in modules:
         if isinstance(each, FsdpModule):
@@ -253,7 +256,10 @@ def _check_policy(policy: SchedulePolicy, context: FsdpContext) -> None:
 def _check_divisor(grad_divisor: float) -> None:
     is_number = isinstance(grad_divisor, (int, float)) and not isinstance(grad_divisor, bool)
     if not is_number or not math.isfinite(grad_divisor) or grad_divisor <= 0:
-        msg = f"grad_divisor must be a finite positive number, got {grad_divisor!r}"
+        msg = (
+            f"grad_divisor must be a finite positive number, got {grad_divisor!r}; pass 1 to divide "
+            f"by the mesh's size alone"
+        )
         raise ConfigError(msg)
 
 
@@ -320,7 +326,8 @@ def _check_expectations(members: Sequence[Member], policy: SchedulePolicy) -> No
     count = policy.grad_accumulation_count
     if count and not any(member.full.requires_grad for member in members):
         msg = (
-            f"grad_accumulation_count needs a trainable parameter in the unit, got {count} and none"
+            f"grad_accumulation_count needs a trainable parameter in the unit, got {count} and none; "
+            f"leave it out"
         )
         raise ConfigError(msg)
     for member in members:

@@ -157,5 +157,8 @@ def _check_wholes(plan: OwnerPlan, wholes: Mapping[int, Tensor]) -> None:
 def _check_numel(role: str, index: int, numel: int, tensor: Tensor | None) -> None:
     if tensor is None or tensor.numel() != numel:
         got = "none" if tensor is None else f"{tensor.numel()}"
-        msg = f"the {role} of tensor {index} must have {numel} elements, got {got}"
+        msg = (
+            f"the {role} of tensor {index} must have {numel} elements, got {got}; pass one made for "
+            f"this plan"
+        )
         raise StateError(msg)

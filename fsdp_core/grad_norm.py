@@ -59,10 +59,15 @@ def clip_grad_norm_(
 
 def _check_numbers(max_norm: float, norm_type: float) -> None:
     if math.isnan(max_norm) or max_norm < 0:
-        msg = f"max_norm must be a number that is not negative, got {max_norm!r}"
+        msg = (
+            f"max_norm must be a number that is not negative, got {max_norm!r}; pass inf to clip "
+            f"nothing"
+        )
         raise ConfigError(msg)
     if math.isnan(norm_type) or norm_type <= 0:
-        msg = f"norm_type must be positive, or inf, got {norm_type!r}"
+        msg = (
+            f"norm_type must be positive, or inf, got {norm_type!r}; pass 2 for the Euclidean norm"
+        )
         raise ConfigError(msg)
 
 

@@ -294,7 +294,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     if not isinstance(module, FsdpModule) or not callable(method):
         msg = (
             f"register_forward_method needs a sharded module and the name of one of its methods, "
-            f"got {type(module).__name__} and {name!r}"
+            f"got {type(module).__name__} and {name!r}; shard the module first, and check the name"
         )
         raise ConfigError(msg)
     function = getattr(type(module), name)

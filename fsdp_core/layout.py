@@ -168,7 +168,7 @@ def validate_row_atomic(layout: GlobalLayout, *, block_size: int = 1) -> None:
                 msg = (
                     f"a shard must begin at a row of tensor {index} (shape "
                     f"{layout.tensor_shapes[index]}, atoms of {atom} elements), got element "
-                    f"{offset - tensor_range.start} of it"
+                    f"{offset - tensor_range.start} of it; move it to the row's start"
                 )
                 raise ConfigError(msg)
 

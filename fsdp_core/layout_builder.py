@@ -228,13 +228,16 @@ def _check_shapes(shapes: Sequence[Shape], dp_size: int, block_size: int) -> Non
     for index, shape in enumerate(shapes):
         problem = _shape_problem(shape, block_size)
         if problem:
-            msg = f"a tensor sharded by rows needs {problem}, got tensor {index} of shape "
-            raise ConfigError(msg + str(tuple(shape)))
+            msg = (
+                f"a tensor sharded by rows needs {problem}, got tensor {index} of shape "
+                f"{tuple(shape)}; use another shape"
+            )
+            raise ConfigError(msg)
 
 
 def _shape_problem(shape: Shape, block_size: int) -> str | None:
     if len(shape) == 0:
-        return "at least one dim (reshape it to (1,))"
+        return "at least one dim"
     if row_numel(shape) == 0:
         return "rows that are not empty"
     if shape[0] % block_size:
@@ -244,18 +247,24 @@ def _shape_problem(shape: Shape, block_size: int) -> str | None:
 
 def _check_positive(name: str, value: int) -> None:
     if not is_positive_int(value):
-        msg = f"{name} must be a positive int, got {value!r}"
+        msg = f"{name} must be a positive int, got {value!r}; pass 1 or more"
         raise ConfigError(msg)
 
 
 def _check_owners(owners: Sequence[object], tensor_count: int, dp_size: int) -> None:
     if len(owners) != tensor_count:
-        msg = f"each of the {tensor_count} tensors needs one owner, got {len(owners)} owners"
+        msg = (
+            f"each of the {tensor_count} tensors needs one owner, got {len(owners)} owners; pass as "
+            f"many owners as tensors"
+        )
         raise ConfigError(msg)
     for index, owner in enumerate(owners):
         if isinstance(owner, bool) or not isinstance(owner, int):
-            msg = f"the owner of tensor {index} must be an int, got {owner!r}"
+            msg = f"the owner of tensor {index} must be an int, got {owner!r}; pass a rank of the mesh"
             raise ConfigTypeError(msg)
         if not 0 <= owner < dp_size:
-            msg = f"the owner of tensor {index} must be in [0, {dp_size}), got {owner}"
+            msg = (
+                f"the owner of tensor {index} must be in [0, {dp_size}), got {owner}; pass a rank of "
+                f"the mesh"
+            )
             raise ConfigError(msg)

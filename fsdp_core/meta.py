@@ -100,8 +100,8 @@ def _reset_of(module: nn.Module, prefix: str) -> Reset:
     name = _meta_names(module)[0]
     fqn = f"{prefix}.{name}" if prefix else name
     msg = (
-        f"{fqn!r} is on the meta device and {type(module).__name__} has no reset_parameters to "
-        f"initialise it; add one, or build it on a real device"
+        f"parameters on the meta device need a reset_parameters of their module, got {fqn!r} of a "
+        f"{type(module).__name__}, which has none; add one, or build it on a real device"
     )
     raise ConfigError(msg, fqn=fqn)
 

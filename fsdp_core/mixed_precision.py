@@ -36,8 +36,14 @@ class MixedPrecisionPolicy:
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                msg = f"MixedPrecisionPolicy.{field.name} must be None or a dtype, got {dtype!r}"
+                msg = (
+                    f"MixedPrecisionPolicy.{field.name} must be None or a dtype, got {dtype!r}; pass "
+                    f"one such as torch.float32"
+                )
                 raise ConfigTypeError(msg)
             if not dtype.is_floating_point:
-                msg = f"MixedPrecisionPolicy.{field.name} must be a floating dtype, got {dtype}"
+                msg = (
+                    f"MixedPrecisionPolicy.{field.name} must be a floating dtype, got {dtype}; pass "
+                    f"one such as torch.float32"
+                )
                 raise ConfigError(msg)

@@ -160,7 +160,8 @@ def _assign(optimizer: FsdpMuon, cost: Cost) -> list[Buffer]:
             if owner is None:
                 msg = (
                     f"FsdpMuon must hold sharded parameters only, got one of shape "
-                    f"{tuple(parameter.shape)} in param_groups[{position}] that belongs to no unit"
+                    f"{tuple(parameter.shape)} in param_groups[{position}] that belongs to no unit; "
+                    f"shard its module first, or leave it to another optimizer"
                 )
                 raise ConfigError(msg)
             found = living_group(owner)

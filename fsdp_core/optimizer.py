@@ -38,10 +38,10 @@ _ELEMENTWISE = (
 
 # What cannot work on shards, and what to use instead.
 _REFUSED = {
-    "Adafactor": "its update of an element depends on the whole tensor; use AdamW",
-    "Muon": "its update of an element depends on the whole matrix; use FsdpMuon",
-    "LBFGS": "it calls the model back during a step; use AdamW",
-    "SparseAdam": "it needs sparse gradients, which are reduced as dense ones; use AdamW",
+    "Adafactor": ("its update of an element depends on the whole tensor", "AdamW"),
+    "Muon": ("its update of an element depends on the whole matrix", "FsdpMuon"),
+    "LBFGS": ("it calls the model back during a step", "AdamW"),
+    "SparseAdam": ("it needs sparse gradients, which are reduced as dense ones", "AdamW"),
 }
 
 
@@ -113,11 +113,16 @@ def fully_shard_optimizer(
 
 def _check_class(optimizer: object, *, elementwise: bool | None) -> None:
     if not isinstance(optimizer, Optimizer):
-        msg = f"fully_shard_optimizer needs a torch.optim.Optimizer, got {optimizer!r}"
+        msg = (
+            f"fully_shard_optimizer needs a torch.optim.Optimizer, got {optimizer!r}; pass one that "
+            f"was built after fully_shard"
+        )
         raise ConfigTypeError(msg)
     name = type(optimizer).__name__
     if hasattr(optimizer, "fsdp_step"):
-        msg = f"an optimizer is made sharded once, got a {name} that is already"
+        msg = (
+            f"an optimizer is made sharded once, got a {name} that is already; drop the second call"
+        )
         raise ConfigError(msg)
     if "step" in vars(optimizer):
         msg = (
@@ -127,8 +132,12 @@ def _check_class(optimizer: object, *, elementwise: bool | None) -> None:
         )
         raise ConfigError(msg)
     if name in _REFUSED:
-        msg = f"an optimizer of shards must update each element by itself, got {name}: "
-        raise UnsupportedError(msg + _REFUSED[name])
+        reason, other = _REFUSED[name]
+        msg = (
+            f"an optimizer of shards must update each element by itself, got {name}: {reason}; use "
+            f"{other}"
+        )
+        raise UnsupportedError(msg)
     if elementwise is False or (elementwise is None and type(optimizer) not in _ELEMENTWISE):
         msg = (
             f"an optimizer of shards must update each element by itself, got {name}; if it does, "
@@ -367,7 +376,10 @@ def _find(parameter: object, position: int, number: int) -> tuple[ParameterGroup
         ConfigError: not the sharded parameter of a unit.
     """
     if not isinstance(parameter, nn.Parameter):
-        msg = f"param_groups[{position}] must hold parameters, got {type(parameter).__name__}"
+        msg = (
+            f"param_groups[{position}] must hold parameters, got {type(parameter).__name__}; pass "
+            f"those of the model"
+        )
         raise ConfigTypeError(msg)
     owner = owner_of(parameter)
     if owner is None:

@@ -229,7 +229,7 @@ def _check_owner(layout: GlobalLayout, holders: Sequence[Holder], index: int, ow
     if owner not in candidates:
         msg = (
             f"the owner of tensor {index} must be one of the ranks that hold part of it, "
-            f"{candidates}, got {owner}"
+            f"{candidates}, got {owner}; name one of them"
         )
         raise ConfigError(msg)
 

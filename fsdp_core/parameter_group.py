@@ -565,8 +565,8 @@ def _refuse_hook(fqn: str, _hook: object) -> NoReturn:
         StateError: always.
     """
     msg = (
-        f"register_hook on the sharded parameter {fqn!r} would never be called: its gradient is "
-        f"reduced, not accumulated; use register_post_accumulate_grad_hook"
+        f"a hook must be one that is called, got register_hook on the sharded parameter {fqn!r}, "
+        f"whose gradient is reduced, not accumulated; use register_post_accumulate_grad_hook"
     )
     raise StateError(msg, fqn=fqn)
 

@@ -49,7 +49,10 @@ class BlockAtomic(Shard):
             ConfigError: `block_size` is not a positive int.
         """
         if not is_positive_int(block_size):
-            msg = f"BlockAtomic needs a positive number of rows per block, got {block_size!r}"
+            msg = (
+                f"BlockAtomic needs a positive number of rows per block, got {block_size!r}; pass 1 "
+                f"or more"
+            )
             raise ConfigError(msg)
         super().__init__(0)
         self.block_size = block_size
@@ -117,7 +120,7 @@ class Placements:
             if len(placements) != len(self.dp_axes):
                 msg = (
                     f"Placements.{role} must have one placement for each of the "
-                    f"{len(self.dp_axes)} axes in dp_axes, got {len(placements)}"
+                    f"{len(self.dp_axes)} axes in dp_axes, got {len(placements)}; pass as many"
                 )
                 raise ConfigError(msg)
             check_placements(placements, role=f"Placements.{role}")
@@ -139,7 +142,10 @@ class Placements:
         """
         axes = [_resolve_axis(axis, ndim, axis_names) for axis in self.dp_axes]
         if any(left >= right for left, right in pairwise(axes)):
-            msg = f"dp_axes must name each mesh axis once and in mesh order, got {self.dp_axes}"
+            msg = (
+                f"dp_axes must name each mesh axis once and in mesh order, got {self.dp_axes}; order "
+                f"them as the mesh does"
+            )
             raise ConfigError(msg)
         if len(axes) != ndim:
             msg = (
@@ -183,7 +189,10 @@ def _resolve_axis(axis: int | str, ndim: int, axis_names: Sequence[str] | None) 
         return list(axis_names or ()).index(axis)
     if isinstance(axis, int) and not isinstance(axis, bool) and -ndim <= axis < ndim:
         return axis % ndim
-    msg = f"dp_axes must name axes of the mesh ({ndim} axes, names {axis_names}), got {axis!r}"
+    msg = (
+        f"dp_axes must name axes of the mesh ({ndim} axes, names {axis_names}), got {axis!r}; name "
+        f"these"
+    )
     raise ConfigError(msg)
 
 
@@ -207,23 +216,26 @@ def check_placements(placements: Sequence[Placement], *, role: str = "placements
     if sharded != sorted(sharded):
         msg = (
             f"{role} must shard the innermost axes only, so that each rank's piece is one range, "
-            f"got {tuple(placements)}"
+            f"got {tuple(placements)}; put Replicate and Partial before it"
         )
         raise ConfigError(msg)
     if len(placements) > 1 and any(isinstance(each, TensorAtomic) for each in placements):
-        msg = f"{role} may hold TensorAtomic on a 1-D mesh only, got {tuple(placements)}"
+        msg = (
+            f"{role} may hold TensorAtomic on a 1-D mesh only, got {tuple(placements)}; "
+            f"use RowAtomic"
+        )
         raise UnsupportedError(msg)
 
 
 def _check_placement(placement: Placement, role: str) -> None:
     if not isinstance(placement, (Replicate, Partial, Shard)):
-        msg = f"{role} must be Replicate, Partial or Shard, got {placement!r}"
+        msg = f"{role} must be Replicate, Partial or Shard, got {placement!r}; pass one of these"
         raise ConfigTypeError(msg)
     if isinstance(placement, Shard) and placement.dim != 0:
         msg = f"{role} must shard dim 0, got {placement!r}; use Shard(0)"
         raise UnsupportedError(msg)
     if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
-        msg = f"{role} must reduce by sum or avg, got {placement!r}"
+        msg = f"{role} must reduce by sum or avg, got {placement!r}; use Partial('avg')"
         raise UnsupportedError(msg)
 
 
@@ -312,5 +324,8 @@ def _transition(source: Placement, target: Placement) -> Transition:
             return Transition.RELABEL
         case _:
             pass
-    msg = f"a buffer cannot go from {source!r} to {target!r}"
+    msg = (
+        f"a buffer must go to placements that a collective makes, got {source!r} to {target!r}; "
+        f"choose others"
+    )
     raise UnsupportedError(msg)

@@ -36,5 +36,7 @@ class RuntimePolicy:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, bool):
-                msg = f"RuntimePolicy.{field.name} must be a bool, got {value!r}"
+                msg = (
+                    f"RuntimePolicy.{field.name} must be a bool, got {value!r}; pass True or False"
+                )
                 raise ConfigTypeError(msg)

@@ -41,12 +41,12 @@ class SchedulePolicy:
         for name in ("register_hooks", "reshard_after_forward"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                msg = f"SchedulePolicy.{name} must be a bool, got {value!r}"
+                msg = f"SchedulePolicy.{name} must be a bool, got {value!r}; pass True or False"
                 raise ConfigTypeError(msg)
         if unshard_all_planes_in_backward:
             msg = (
-                "SchedulePolicy.unshard_all_planes_in_backward concerns MXFP8 weights, which are "
-                "not built; leave it out"
+                f"SchedulePolicy.unshard_all_planes_in_backward needs MXFP8 weights, which are not "
+                f"built, got {unshard_all_planes_in_backward!r}; leave it out"
             )
             raise UnsupportedError(msg)
 
@@ -55,7 +55,7 @@ def _check_count(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        msg = f"SchedulePolicy.{name} must be None or an int, got {value!r}"
+        msg = f"SchedulePolicy.{name} must be None or an int, got {value!r}; None takes the default"
         raise ConfigTypeError(msg)
     if value < 0:
         msg = f"SchedulePolicy.{name} must not be negative, got {value}; 0 means none"

@@ -57,7 +57,8 @@ def test_a_parameter_that_nobody_can_initialise_is_named_and_nothing_is_changed(
         return str(caught.value)
 
     message = (
-        "'0.head.gate' is on the meta device and Bare has no reset_parameters to initialise it; "
+        "parameters on the meta device need a reset_parameters of their module, got '0.head.gate' of "
+        "a Bare, which has none; "
         "add one, or build it on a real device"
     )
     assert fsdp_sim.simulate(program, 2).results == [message, message]

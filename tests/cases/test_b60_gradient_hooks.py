@@ -79,7 +79,7 @@ def test_a_hook_that_would_never_fire_is_refused() -> None:
         return str(caught.value)
 
     message = (
-        "register_hook on the sharded parameter 'weight' would never be called: its gradient is "
-        "reduced, not accumulated; use register_post_accumulate_grad_hook"
+        "a hook must be one that is called, got register_hook on the sharded parameter 'weight', "
+        "whose gradient is reduced, not accumulated; use register_post_accumulate_grad_hook"
     )
     assert fsdp_sim.simulate(program, 2).results == [message, message]

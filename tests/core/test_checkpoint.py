@@ -294,11 +294,14 @@ def refused(
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("missing", "no file '__0_0.distcp'; nothing was loaded"),
+        ("missing", "no file '__0_0.distcp'; load another one; nothing was loaded"),
         ("truncated", "in '__0_0.distcp' instead of "),
-        ("changed", "other contents in '__0_0.distcp' than were saved; nothing was loaded"),
-        ("manifest", "a manifest.json that cannot be read; nothing was loaded"),
-        ("format", "format 99, where this version reads 2; nothing was loaded"),
+        (
+            "changed",
+            "other contents in '__0_0.distcp' than were saved; load another one; nothing was loaded",
+        ),
+        ("manifest", "a manifest.json that cannot be read; load another one; nothing was loaded"),
+        ("format", "format 99, where this version reads 2; load another one; nothing was loaded"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
@@ -333,8 +336,16 @@ def test_missing_extra_and_wrongly_shaped_entries_are_refused(tmp_path: Path) ->
     def grow(model: nn.Module) -> None:
         model.register_buffer("count", torch.ones(3))
 
-    refused(tmp_path / "saved", "lacks 1: 'more'; nothing was loaded", add)
-    refused(tmp_path / "saved", "has, but the model lacks, 1: 'count'; nothing was loaded", drop)
+    refused(
+        tmp_path / "saved",
+        "lacks 1: 'more'; build the model that was saved; nothing was loaded",
+        add,
+    )
+    refused(
+        tmp_path / "saved",
+        "has, but the model lacks, 1: 'count'; build the model that was saved; nothing was loaded",
+        drop,
+    )
     refused(tmp_path / "saved", "'count' in the checkpoint in ", grow)
 
 

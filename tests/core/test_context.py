@@ -128,9 +128,18 @@ def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     [
         ({"device": 7}, "a context needs a cpu or cuda device, got 7"),
         ({"device": "gpu"}, "a context needs a cpu or cuda device, got 'gpu'"),
-        ({"runtime_policy": True}, "runtime_policy must be a RuntimePolicy, got True"),
-        ({"parameter_to_owner": [1]}, "parameter_to_owner must be a dict, got [1]"),
-        ({"prefetch_order": "recorded"}, "prefetch_order must be a PrefetchOrder, got 'recorded'"),
+        (
+            {"runtime_policy": True},
+            "runtime_policy must be a RuntimePolicy, got True; pass one of that type",
+        ),
+        (
+            {"parameter_to_owner": [1]},
+            "parameter_to_owner must be a dict, got [1]; pass one of that type",
+        ),
+        (
+            {"prefetch_order": "recorded"},
+            "prefetch_order must be a PrefetchOrder, got 'recorded'; pass one of that type",
+        ),
     ],
 )
 def test_an_argument_of_another_type_is_refused(options: dict[str, Any], message: str) -> None:
@@ -329,8 +338,8 @@ def test_a_microbatch_needs_a_finalized_context() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"context": 3}, "context must be a FsdpContext, got 3"),
-        ({"is_last": "no"}, "is_last must be a bool, got 'no'"),
+        ({"context": 3}, "context must be a FsdpContext, got 3; pass one of that type"),
+        ({"is_last": "no"}, "is_last must be a bool, got 'no'; pass one of that type"),
     ],
 )
 def test_a_microbatch_of_another_type_is_refused(arguments: dict[str, Any], message: str) -> None:

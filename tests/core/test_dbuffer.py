@@ -318,7 +318,7 @@ def test_a_local_tensor_of_another_form_is_refused(mesh: DeviceMesh, local: Tens
 
     assert str(caught.value) == (
         f"local must be contiguous and of shape (4,), got shape {tuple(local.shape)} "
-        f"with strides {local.stride()}"
+        f"with strides {local.stride()}; pass this rank's piece, flat"
     )
 
 
@@ -357,7 +357,7 @@ def test_meta_tensors_give_their_shapes_alone(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ([], "a buffer needs at least one tensor, got none"),
+        ([], "a buffer needs at least one tensor, got none; pass one, which may be empty"),
         (
             [torch.empty(1), torch.empty(1, dtype=torch.bfloat16)],
             (
@@ -367,7 +367,7 @@ def test_meta_tensors_give_their_shapes_alone(mesh: DeviceMesh) -> None:
         ),
         (
             [torch.empty(3, 1)],
-            "the layout must be built for shapes ((3, 1),), got ((2, 2),)",
+            "the layout must be built for shapes ((3, 1),), got ((2, 2),); build it from these tensors, or leave it out",
         ),
     ],
 )
@@ -390,7 +390,10 @@ def test_a_tensor_of_another_shape_is_not_copied(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigError) as caught:
         buffer.copy_from(1, torch.empty(6, 2))
 
-    assert str(caught.value) == "tensor 1 of the buffer has shape (2, 6), got (6, 2)"
+    assert (
+        str(caught.value)
+        == "tensor 1 of the buffer must have shape (2, 6), got (6, 2); pass the whole tensor"
+    )
 
 
 def test_an_out_that_is_not_the_result_is_refused(mesh: DeviceMesh) -> None:
@@ -407,7 +410,9 @@ def test_an_out_that_is_not_the_result_is_refused(mesh: DeviceMesh) -> None:
         out = DBuffer.empty(mesh, placements, layout, dtype)
         with pytest.raises(ConfigError) as caught:
             buffer.redistribute([R], out=out)
-        assert str(caught.value) == f"out must have {problem}"
+        assert (
+            str(caught.value) == f"out must have {problem}; allocate it for these, or leave it out"
+        )
 
 
 def test_a_view_outside_the_own_range_is_refused() -> None:
@@ -442,7 +447,10 @@ def test_placements_of_another_number_of_axes_are_refused(mesh: DeviceMesh) -> N
     with pytest.raises(ConfigError) as caught:
         DBuffer.empty(mesh, [R, S], layout, torch.float32)
 
-    assert str(caught.value) == "the mesh has 1 axes, got 2 placements"
+    assert (
+        str(caught.value)
+        == "a mesh of 1 axes must have as many placements, got 2; pass one for each axis"
+    )
 
 
 def test_a_mesh_whose_ranks_do_not_rise_is_refused() -> None:

@@ -453,7 +453,7 @@ def test_a_divisor_that_is_no_positive_number_is_refused(divisor: Any) -> None:
             refused(
                 lambda: fsdp_core.fully_shard(linear(), mesh_of(1), SHARDED, grad_divisor=divisor),
                 ConfigError,
-                f"grad_divisor must be a finite positive number, got {divisor!r}",
+                f"grad_divisor must be a finite positive number, got {divisor!r}; pass 1 to divide by the mesh's size alone",
             )
 
     on_one(body)
@@ -518,13 +518,16 @@ def test_a_module_below_a_unit_of_another_context_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"placements": None}, "placements must be a Placements, got None"),
-        ({"mesh": "dp"}, "mesh must be a DeviceMesh, got 'dp'"),
+        ({"placements": None}, "placements must be a Placements, got None; pass one of that type"),
+        ({"mesh": "dp"}, "mesh must be a DeviceMesh, got 'dp'; pass one of that type"),
         (
             {"mixed_precision_policy": torch.bfloat16},
-            "mixed_precision_policy must be a MixedPrecisionPolicy, got torch.bfloat16",
+            "mixed_precision_policy must be a MixedPrecisionPolicy, got torch.bfloat16; pass one of that type",
         ),
-        ({"schedule_policy": 2}, "schedule_policy must be a SchedulePolicy, got 2"),
+        (
+            {"schedule_policy": 2},
+            "schedule_policy must be a SchedulePolicy, got 2; pass one of that type",
+        ),
     ],
 )
 def test_an_argument_of_another_type_is_refused(options: dict[str, Any], message: str) -> None:
@@ -660,7 +663,7 @@ def test_whole_tensors_train_on_their_owners() -> None:
     [
         (
             None,
-            "got on rank 1: none for 'weight'; add it to the map given to fully_shard_context",
+            "got on rank 1: none for 'weight'; give each an int in [0, 2)",
         ),
         (True, "got on rank 1: True for 'weight', which is no int"),
         (-1, "got on rank 1: -1 for 'weight', which is not in [0, 2)"),

@@ -110,19 +110,19 @@ def test_a_rank_with_nothing_to_send_makes_no_call(monkeypatch: pytest.MonkeyPat
     [
         (
             lambda plan, rows: gather_to_owners(plan, {0: rows[0]}),
-            "the source of tensor 1 must have 16 elements, got none",
+            "the source of tensor 1 must have 16 elements, got none; pass one made for this plan",
         ),
         (
             lambda plan, rows: gather_to_owners(plan, {**rows, 0: rows[1]}),
-            "the source of tensor 0 must have 24 elements, got 16",
+            "the source of tensor 0 must have 24 elements, got 16; pass one made for this plan",
         ),
         (
             lambda plan, rows: scatter_from_owners(plan, rows, {}),
-            "the destination of tensor 0 must have 24 elements, got none",
+            "the destination of tensor 0 must have 24 elements, got none; pass one made for this plan",
         ),
         (
             lambda plan, rows: scatter_from_owners(plan, {}, rows),
-            "the whole tensor of tensor 0 must have 24 elements, got none",
+            "the whole tensor of tensor 0 must have 24 elements, got none; pass one made for this plan",
         ),
     ],
 )

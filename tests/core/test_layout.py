@@ -123,7 +123,7 @@ def test_a_shard_that_begins_inside_a_row_is_refused() -> None:
 
     assert str(caught.value) == (
         "a shard must begin at a row of tensor 0 (shape (3, 2), atoms of 2 elements), "
-        "got element 3 of it"
+        "got element 3 of it; move it to the row's start"
     )
 
 

@@ -196,22 +196,22 @@ def test_small_padding_keeps_equal_shards() -> None:
 @pytest.mark.parametrize(
     ("shapes", "dp_size", "block_size", "message"),
     [
-        ([(2, 2)], 0, 1, "dp_size must be a positive int, got 0"),
-        ([(2, 2)], 2, 0, "block_size must be a positive int, got 0"),
+        ([(2, 2)], 0, 1, "dp_size must be a positive int, got 0; pass 1 or more"),
+        ([(2, 2)], 2, 0, "block_size must be a positive int, got 0; pass 1 or more"),
         (
             [(2, 2), ()],
             2,
             1,
             (
-                "a tensor sharded by rows needs at least one dim (reshape it to (1,)), "
-                "got tensor 1 of shape ()"
+                "a tensor sharded by rows needs at least one dim, "
+                "got tensor 1 of shape (); use another shape"
             ),
         ),
         (
             [(2, 0)],
             2,
             1,
-            "a tensor sharded by rows needs rows that are not empty, got tensor 0 of shape (2, 0)",
+            "a tensor sharded by rows needs rows that are not empty, got tensor 0 of shape (2, 0); use another shape",
         ),
         (
             [(5, 2)],
@@ -219,7 +219,7 @@ def test_small_padding_keeps_equal_shards() -> None:
             4,
             (
                 "a tensor sharded by rows needs a number of rows divisible by 4, "
-                "got tensor 0 of shape (5, 2)"
+                "got tensor 0 of shape (5, 2); use another shape"
             ),
         ),
     ],
@@ -264,10 +264,26 @@ def test_each_whole_tensor_is_on_its_owner_alone(
 @pytest.mark.parametrize(
     ("owners", "error", "message"),
     [
-        ([0], ConfigError, "each of the 2 tensors needs one owner, got 1 owners"),
-        ([0, True], ConfigTypeError, "the owner of tensor 1 must be an int, got True"),
-        ([0, -1], ConfigError, "the owner of tensor 1 must be in [0, 2), got -1"),
-        ([2, 0], ConfigError, "the owner of tensor 0 must be in [0, 2), got 2"),
+        (
+            [0],
+            ConfigError,
+            "each of the 2 tensors needs one owner, got 1 owners; pass as many owners as tensors",
+        ),
+        (
+            [0, True],
+            ConfigTypeError,
+            "the owner of tensor 1 must be an int, got True; pass a rank of the mesh",
+        ),
+        (
+            [0, -1],
+            ConfigError,
+            "the owner of tensor 1 must be in [0, 2), got -1; pass a rank of the mesh",
+        ),
+        (
+            [2, 0],
+            ConfigError,
+            "the owner of tensor 0 must be in [0, 2), got 2; pass a rank of the mesh",
+        ),
     ],
 )
 def test_an_owner_that_is_no_rank_is_refused(

@@ -123,7 +123,7 @@ def test_an_owner_that_holds_nothing_is_refused() -> None:
         plan_owner(layout, holders_of(layout), {1: 0}, 0)
 
     assert str(caught.value) == (
-        "the owner of tensor 1 must be one of the ranks that hold part of it, [1], got 0"
+        "the owner of tensor 1 must be one of the ranks that hold part of it, [1], got 0; name one of them"
     )
 
 

@@ -48,7 +48,7 @@ def test_a_block_size_that_is_no_positive_int_is_refused(block_size: int) -> Non
         BlockAtomic(block_size)
 
     assert str(caught.value) == (
-        f"BlockAtomic needs a positive number of rows per block, got {block_size!r}"
+        f"BlockAtomic needs a positive number of rows per block, got {block_size!r}; pass 1 or more"
     )
 
 
@@ -61,7 +61,11 @@ def test_only_a_plain_shard_is_specialised() -> None:
 @pytest.mark.parametrize(
     ("placements", "error", "message"),
     [
-        (["S(0)"], ConfigTypeError, "placements must be Replicate, Partial or Shard, got 'S(0)'"),
+        (
+            ["S(0)"],
+            ConfigTypeError,
+            "placements must be Replicate, Partial or Shard, got 'S(0)'; pass one of these",
+        ),
         (
             [Shard(1)],
             UnsupportedError,
@@ -70,20 +74,20 @@ def test_only_a_plain_shard_is_specialised() -> None:
         (
             [Partial("max")],
             UnsupportedError,
-            f"placements must reduce by sum or avg, got {Partial('max')!r}",
+            f"placements must reduce by sum or avg, got {Partial('max')!r}; use Partial('avg')",
         ),
         (
             [S, R],
             ConfigError,
             (
                 "placements must shard the innermost axes only, so that each rank's piece is one "
-                f"range, got {(S, R)}"
+                f"range, got {(S, R)}; put Replicate and Partial before it"
             ),
         ),
         (
             [R, TensorAtomic()],
             UnsupportedError,
-            f"placements may hold TensorAtomic on a 1-D mesh only, got {(R, TensorAtomic())}",
+            f"placements may hold TensorAtomic on a 1-D mesh only, got {(R, TensorAtomic())}; use RowAtomic",
         ),
     ],
 )
@@ -103,7 +107,7 @@ def test_the_three_lists_must_fit_the_axes() -> None:
         Placements(dp_axes=(0, 1), parameter=[R, S], gradient=[S], optimizer=[R, S])
 
     assert str(caught.value) == (
-        "Placements.gradient must have one placement for each of the 2 axes in dp_axes, got 1"
+        "Placements.gradient must have one placement for each of the 2 axes in dp_axes, got 1; pass as many"
     )
 
 
@@ -179,27 +183,27 @@ def test_axes_may_be_given_by_index_or_name(axes: tuple[Any, ...]) -> None:
         (
             (0, 2),
             ConfigError,
-            "dp_axes must name axes of the mesh (2 axes, names ('outer', 'inner')), got 2",
+            "dp_axes must name axes of the mesh (2 axes, names ('outer', 'inner')), got 2; name these",
         ),
         (
             (0, True),
             ConfigError,
-            "dp_axes must name axes of the mesh (2 axes, names ('outer', 'inner')), got True",
+            "dp_axes must name axes of the mesh (2 axes, names ('outer', 'inner')), got True; name these",
         ),
         (
             ("outer", "model"),
             ConfigError,
-            "dp_axes must name axes of the mesh (2 axes, names ('outer', 'inner')), got 'model'",
+            "dp_axes must name axes of the mesh (2 axes, names ('outer', 'inner')), got 'model'; name these",
         ),
         (
             (1, 1),
             ConfigError,
-            "dp_axes must name each mesh axis once and in mesh order, got (1, 1)",
+            "dp_axes must name each mesh axis once and in mesh order, got (1, 1); order them as the mesh does",
         ),
         (
             (1, 0),
             ConfigError,
-            "dp_axes must name each mesh axis once and in mesh order, got (1, 0)",
+            "dp_axes must name each mesh axis once and in mesh order, got (1, 0); order them as the mesh does",
         ),
         (
             (1,),
@@ -276,7 +280,9 @@ def test_sharded_axes_stay_innermost_after_every_step(data: st.DataObject, ndim:
 )
 def test_a_change_without_meaning_is_refused(source: Any, target: Any) -> None:
     """No collective makes it."""
-    with pytest.raises(UnsupportedError, match=r"^a buffer cannot go from .+ to .+$"):
+    with pytest.raises(
+        UnsupportedError, match=r"^a buffer must go to placements .+, got .+ to .+; "
+    ):
         plan_redistribution([source], [target])
 
 

@@ -65,7 +65,7 @@ def test_a_policy_cannot_be_changed() -> None:
             RuntimePolicy,
             {"use_symmetric_memory": 1},
             ConfigTypeError,
-            "RuntimePolicy.use_symmetric_memory must be a bool, got 1",
+            "RuntimePolicy.use_symmetric_memory must be a bool, got 1; pass True or False",
         ),
         (
             SchedulePolicy,
@@ -77,40 +77,40 @@ def test_a_policy_cannot_be_changed() -> None:
             SchedulePolicy,
             {"backward_prefetch_size": float("inf")},
             ConfigTypeError,
-            "SchedulePolicy.backward_prefetch_size must be None or an int, got inf",
+            "SchedulePolicy.backward_prefetch_size must be None or an int, got inf; None takes the default",
         ),
         (
             SchedulePolicy,
             {"grad_accumulation_count": True},
             ConfigTypeError,
-            "SchedulePolicy.grad_accumulation_count must be None or an int, got True",
+            "SchedulePolicy.grad_accumulation_count must be None or an int, got True; None takes the default",
         ),
         (
             SchedulePolicy,
             {"reshard_after_forward": None},
             ConfigTypeError,
-            "SchedulePolicy.reshard_after_forward must be a bool, got None",
+            "SchedulePolicy.reshard_after_forward must be a bool, got None; pass True or False",
         ),
         (
             SchedulePolicy,
             {"unshard_all_planes_in_backward": True},
             UnsupportedError,
             (
-                "SchedulePolicy.unshard_all_planes_in_backward concerns MXFP8 weights, "
-                "which are not built; leave it out"
+                "SchedulePolicy.unshard_all_planes_in_backward needs MXFP8 weights, which are not "
+                "built, got True; leave it out"
             ),
         ),
         (
             MixedPrecisionPolicy,
             {"compute_dtype": "bf16"},
             ConfigTypeError,
-            "MixedPrecisionPolicy.compute_dtype must be None or a dtype, got 'bf16'",
+            "MixedPrecisionPolicy.compute_dtype must be None or a dtype, got 'bf16'; pass one such as torch.float32",
         ),
         (
             MixedPrecisionPolicy,
             {"main_params_dtype": torch.int32},
             ConfigError,
-            "MixedPrecisionPolicy.main_params_dtype must be a floating dtype, got torch.int32",
+            "MixedPrecisionPolicy.main_params_dtype must be a floating dtype, got torch.int32; pass one such as torch.float32",
         ),
     ],
 )
