@@ -6,4 +6,5 @@ coverage.py   what the programs of a search had in them, and what never came up
 overlap.py    whether a run overlapped its collectives with compute
 planted.py    the command that plants bugs: after how many programs each is found, how small it gets
 plants.py     the bugs
+unseen.py     bugs of someone who has not seen how programs are drawn
 """

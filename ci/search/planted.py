@@ -13,7 +13,6 @@ import click
 
 from ci.search.draw import draw
 from ci.search.plants import plants
-from fsdp_sim.mutation.change import Change
 from fsdp_sim.program import ProgramSpec
 from fsdp_sim.program.parity import verify
 from fsdp_sim.program.tree import units, walk
@@ -69,9 +68,9 @@ def size_of(program: ProgramSpec) -> Size:
     return Size(len(units(program)), modules, len(program.steps), program.schedule.count(">"))
 
 
-def find(number: int) -> Found:
-    """Search with bug ``number`` planted, and shrink what fails first."""
-    change = plants()[number]
+def find(name: str) -> Found:
+    """Search with the bug of this name planted, and shrink what fails first."""
+    plant = plants()[name]
     runs = 0
     first: int | None = None
     failed: dict[str, tuple[ProgramSpec, Exception]] = {}
@@ -86,7 +85,8 @@ def find(number: int) -> Found:
             return
         runs += 1
         try:
-            _run(change, program)
+            with plant():
+                verify(program)
         except Exception as error:
             first = first or runs
             failed[text] = program, error
@@ -96,29 +96,28 @@ def find(number: int) -> Found:
     if error is not None and not failed:
         raise error
     if first is None:
-        return Found(change.name)
+        return Found(name)
     (before, _), *_ = failed.values()
     program, error = list(failed.values())[-1]
     kind = failure_of(error).kind
-    return Found(change.name, first, kind, size_of(before), size_of(program), repr(program))
-
-
-def _run(change: Change, program: ProgramSpec) -> None:
-    with change.in_force():
-        verify(program)
+    return Found(name, first, kind, size_of(before), size_of(program), repr(program))
 
 
 @click.command()
 @click.option("--workers", default=os.cpu_count() or 1, help="Processes.", show_default=True)
+@click.option("--only", default="", help="Plant only the bugs whose names contain this.")
 @click.option("--texts", is_flag=True, help="Print the smallest programs too.")
-def main(workers: int, texts: bool) -> None:  # noqa: FBT001 - as click calls it
+def main(workers: int, only: str, texts: bool) -> None:  # noqa: FBT001 - as click calls it
     """Print a table: each bug, after how many programs, and units/modules/steps/deviations."""
+    names = [name for name in plants() if only in name]
+    if not names:
+        raise click.BadParameter(f"--only must be part of a name of {list(plants())}, got {only!r}")
     spawn = multiprocessing.get_context("spawn")
     print("| bug | programs | finding | first failing | smallest |")
     print("|---|---|---|---|---|")
     good = True
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
-        for found in pool.map(find, range(len(plants()))):
+        for found in pool.map(find, names):
             good &= found.is_good
             cells = (found.name, found.programs, found.kind, found.before, found.after)
             print(

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ci.search import unseen
 from fsdp_core import FsdpContext, device
 from fsdp_core.module import ShardedUnit
 from fsdp_core.torch_private import in_graph_task
@@ -21,8 +22,12 @@ Function = Callable[..., Any]
 _CPU = torch.device("cpu")
 
 
-def plants() -> list[Change]:
-    """Return all bugs, each with a name that says what is wrong."""
+def plants() -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    """Return all bugs: a name that says what is wrong, and what puts it in while a program runs."""
+    return {change.name: change.in_force for change in _changes()} | unseen.BUGS
+
+
+def _changes() -> list[Change]:
     return [
         *changes(),
         _no_wait("gathers do not wait for the optimizer", "_join_gathers"),

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,17 @@ class Change:
         path = Path(code.co_filename)
         return f"{path.parent.name}/{path.name}:{code.co_firstlineno}"
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> AbstractContextManager[None]:
         """Put the bug in, for the time of one run."""
-        undo = patches.Patches()
-        undo.replace(self.owner, self.attribute, self.wrong(getattr(self.owner, self.attribute)))
-        try:
-            yield
-        finally:
-            undo.undo()
+        return replaced(self.owner, self.attribute, self.wrong)
+
+
+@contextmanager
+def replaced(owner: Any, attribute: str, wrong: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function by the one that ``wrong`` makes of it, inside the scope."""
+    undo = patches.Patches()
+    undo.replace(owner, attribute, wrong(getattr(owner, attribute)))
+    try:
+        yield
+    finally:
+        undo.undo()

@@ -4,7 +4,6 @@ from ci.search.batch import run_batch
 from ci.search.coverage import Coverage
 from ci.search.overlap import gathers_overlap
 from ci.search.planted import find
-from ci.search.plants import plants
 from fsdp_sim.program import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
 from fsdp_sim.program.parity import verify
 
@@ -49,7 +48,7 @@ def test_a_batch_is_the_same_programs_each_time() -> None:
 
 def test_a_planted_bug_is_found_and_shrinks_to_a_small_program() -> None:
     """One unit is enough for a missing wait behind the reductions, which is a race with the optimizer."""
-    found = find([plant.name for plant in plants()].index(QUICK))
+    found = find(QUICK)
 
     assert found.is_good
     assert found.kind == "Race"
