@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fsdp_core.module import ShardedUnit
 from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     Row,
@@ -58,6 +60,17 @@ def test_at_most_two_units_are_gathered_at_once_behind_a_trainable_front() -> No
     for ops in ops_by_step(report):
         assert most_gathered_in_backward(ops) == 2
         assert reduced(ops) == ["u7", "u0"]
+
+
+def test_frozen_units_that_stay_until_the_end_of_backward_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: only a gradient ends a unit's backward, and six units never get one."""
+    monkeypatch.setattr(ShardedUnit, "leave_section", lambda _unit: None)
+
+    report = check_parity(frozen_row([False, *[True] * 6, False]))
+
+    assert [most_gathered_in_backward(ops) for ops in ops_by_step(report)] == [7, 7]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=5), st.booleans())

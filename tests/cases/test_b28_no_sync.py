@@ -1,6 +1,7 @@
 """B28: microbatches that are not the last one save communication, and lose no gradient."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 import fsdp_core
 import fsdp_sim
 from fsdp_core import Placements, StateError
+from fsdp_core.parameter_group import ParameterGroup
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     HYBRID,
@@ -59,16 +61,45 @@ def expected(count: int) -> Tensor:
     return torch.full((2, 2), sum(1.5 + 10 * number for number in range(count)))
 
 
+def reductions(report: fsdp_sim.Report) -> list[tuple[int, int]]:
+    """How many reductions each rank issued: over the inner axis, and over the outer one."""
+    counts = []
+    for rank in range(4):
+        (ops,) = ops_by_step(report, rank)
+        calls = [op.call.name for op in ops if op.kind is Kind.COLLECTIVE and op.call]
+        counts.append((calls.count("reduce_scatter"), calls.count("all_reduce")))
+    return counts
+
+
 def test_all_microbatches_reach_the_optimizer_and_the_outer_axis_is_reduced_once() -> None:
     """NVIDIA/Megatron-LM#7186, accelerate#3760, #3762, cosmos-framework#161: 34.5, and not 21.5."""
     report = fsdp_sim.simulate(accumulate, 4, args=((False, False, True),), trace=True)
 
     assert all(torch.equal(gradient, torch.full((2, 2), 34.5)) for gradient in report.results)
-    for rank in range(4):
-        (ops,) = ops_by_step(report, rank)
-        calls = [op.call.name for op in ops if op.kind is Kind.COLLECTIVE and op.call]
-        assert calls.count("reduce_scatter") == 3
-        assert calls.count("all_reduce") == 1
+    assert reductions(report) == [(3, 1)] * 4
+
+
+def test_a_window_that_each_backward_begins_anew_is_found_by_its_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NVIDIA/Megatron-LM#7186 planted: the last microbatch alone reaches the optimizer."""
+    monkeypatch.setattr(ParameterGroup, "_prepare_window", lambda _group: False)
+
+    report = fsdp_sim.simulate(accumulate, 4, args=((False, False, True),))
+
+    assert all(torch.equal(gradient, torch.full((2, 2), 21.5)) for gradient in report.results)
+
+
+def test_a_no_sync_that_does_nothing_is_found_by_its_reductions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """accelerate#3760, cosmos-framework#161 planted: right sums, and no communication saved."""
+    monkeypatch.setattr(fsdp_core, "microbatch", lambda *_args, **_kwargs: nullcontext())
+
+    report = fsdp_sim.simulate(accumulate, 4, args=((False, False, True),), trace=True)
+
+    assert all(torch.equal(gradient, expected(3)) for gradient in report.results)
+    assert reductions(report) == [(3, 3)] * 4
 
 
 @given(st.lists(st.booleans(), max_size=3).map(lambda mask: (*mask, True)))
@@ -77,11 +108,9 @@ def test_any_microbatches_may_be_declared_last(is_last: tuple[bool, ...]) -> Non
     """Each microbatch that is called the last one reduces once more; the sum is the same."""
     report = fsdp_sim.simulate(accumulate, 4, args=(is_last,), trace=True)
 
-    for rank, gradient in enumerate(report.results):
+    for gradient in report.results:
         assert torch.equal(gradient, expected(len(is_last)))
-        (ops,) = ops_by_step(report, rank)
-        calls = [op.call.name for op in ops if op.kind is Kind.COLLECTIVE and op.call]
-        assert calls.count("all_reduce") == is_last.count(True)
+    assert reductions(report) == [(len(is_last), is_last.count(True))] * 4
 
 
 def accumulate_changed(rank: int, placements: Placements, mesh: tuple[int, ...]) -> Tensor:

@@ -1,12 +1,14 @@
 """B32: the number of reduction buffers alive does not grow with the number of layers."""
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import pytest
 from torch import nn
 
 import fsdp_sim
-from fsdp_core import RuntimePolicy
+from fsdp_core import DBuffer, RuntimePolicy
+from fsdp_core.parameter_group import ParameterGroup
 from fsdp_sim.op import Kind, Op
 from tests.cases.programs import begin_step, ops_by_step, shard
 from tests.cases.test_b31_dropped_buffer import POLICY, Layers
@@ -53,3 +55,24 @@ def test_two_buffers_serve_any_number_of_layers(count: int, overlap: bool) -> No
     for rank in range(4):
         (ops,) = ops_by_step(report, rank)
         assert 1 <= most_alive(ops) <= 2
+
+
+def test_a_buffer_that_each_layer_keeps_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: what a reduction has read stays until the same layer reduces again."""
+    kept: WeakSet[DBuffer] = WeakSet()
+    reduce, release = ParameterGroup.reduce, DBuffer.release_storage
+
+    def reduce_and_keep(group: ParameterGroup) -> None:
+        kept.add(group._partial)
+        reduce(group)
+
+    def release_others(buffer: DBuffer) -> None:
+        if buffer not in kept:
+            release(buffer)
+
+    monkeypatch.setattr(ParameterGroup, "reduce", reduce_and_keep)
+    monkeypatch.setattr(DBuffer, "release_storage", release_others)
+
+    report = fsdp_sim.simulate(backward, 4, args=(8, False), trace=True)
+
+    assert [most_alive(ops_by_step(report, rank)[0]) for rank in range(4)] == [8] * 4

@@ -1,7 +1,11 @@
 """B42: the constant that keeps clipping from dividing by zero is added once, not on every rank."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,3 +52,20 @@ def test_a_large_constant_shows_that_it_is_added_once(monkeypatch: pytest.Monkey
     for (norm, gradient), expected in zip(report.results, gradients_over(6.0), strict=True):
         assert norm.item() == NORM
         assert torch.equal(gradient, expected)
+
+
+def test_a_constant_that_each_rank_adds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: the norm is the root of 4**2 + 5**2, and both gradients are too small."""
+
+    def added_by_each(_grads: Any, rows: list[Tensor], *_: Any) -> Tensor:
+        total = (torch.linalg.vector_norm(rows[0]) + 1.0) ** 2
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    monkeypatch.setattr(grad_norm, "_norm_over_ranks", added_by_each)
+
+    report = fsdp_sim.simulate(clip, 2)
+
+    for (norm, gradient), expected in zip(report.results, gradients_over(6.0), strict=True):
+        assert norm.item() == pytest.approx(math.hypot(4, 5))
+        assert (gradient < expected).all()

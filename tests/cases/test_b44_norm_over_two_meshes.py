@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_core
 import fsdp_sim
+from fsdp_core import grad_norm
 from tests.cases.programs import HYBRID, SHARDED, linear, mesh_of
 
 DENSE, EXPERT = 3.0, 4.0
@@ -38,3 +40,12 @@ def test_the_norm_of_3_and_4_is_5_on_every_rank() -> None:
 def test_the_largest_element_is_4_on_every_rank() -> None:
     """The norm of infinite order."""
     assert fsdp_sim.simulate(norm_of_both, 4, args=(math.inf,)).results == [4.0] * 4
+
+
+def test_a_copy_that_counts_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: the expert's element is added once on each of two replicas."""
+    monkeypatch.setattr(grad_norm, "_copies", lambda _grad: 1.0)
+
+    norms = fsdp_sim.simulate(norm_of_both, 4).results
+
+    assert norms == [pytest.approx(math.sqrt(DENSE**2 + 2 * EXPERT**2))] * 4

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_sim
+from fsdp_core import meta
 from tests.cases.programs import assert_equal, local_rows, put_together, shard
 
 Shapes = list[tuple[int, ...]]
@@ -65,6 +66,25 @@ def test_each_layer_is_reset_once_and_sees_its_own_whole_tensors(units: tuple[st
 
     for resets, _ in report.results:
         assert resets == [[[(3, 2), (3,)]], [[(2, 2), (2,)]]]
+
+
+def test_a_reset_of_all_that_lies_below_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: the outer layer's reset goes over the inner one's values once more."""
+
+    def recursive(module: nn.Module, _prefix: str) -> Callable[[], None]:
+        def reset() -> None:
+            for layer in reversed(list(module.modules())):
+                if isinstance(layer, Layer):
+                    layer.reset_parameters()
+
+        return reset
+
+    monkeypatch.setattr(meta, "_reset_of", recursive)
+
+    report = fsdp_sim.simulate(initialise, 2, args=(build, ("",)))
+
+    for resets, _ in report.results:
+        assert [len(each) for each in resets] == [1, 2]
 
 
 @given(st.integers(1, 5), st.sampled_from(UNITS))

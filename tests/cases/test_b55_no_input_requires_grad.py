@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.profiler import record_function
 
+from fsdp_core.module import ShardedUnit
+from fsdp_core.torch_private import queue_backward_callback
 from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     Training,
@@ -34,27 +38,48 @@ class TwoTables(nn.Module):
         return y
 
 
+END = "fsdp_core::end of backward"
+
+
+def end_backward() -> None:
+    """Mark in the trace that no gradient is still to come; queued before the runtime's callback."""
+    with record_function(END):
+        pass
+
+
 def step(model: nn.Module, rank: int, number: int) -> None:
     """Other ids on each rank and in each step."""
     ids = torch.tensor([rank, (rank + number) % 3])
-    loss_of(model(ids, ids + 1), rank).backward()
+    loss = loss_of(model(ids, ids + 1), rank)
+    loss.register_hook(lambda _grad: queue_backward_callback(end_backward))
+    loss.backward()
 
 
-def completion(ops: Sequence[Op]) -> int:
-    """Where the callback at the end of backward begins."""
-    return next(
-        position
-        for position, op in enumerate(ops)
-        if op.kind is Kind.RANGE_PUSH and op.name == "fsdp_core::complete"
-    )
+TABLES = Training(lambda: fill(TwoTables()), step, ("E1", "E2", "top", ""), steps=2)
+
+
+def reduced_in_time(ops: Sequence[Op]) -> list[str]:
+    """The units that were reduced before the callbacks at the end of backward, in order."""
+    is_end = (op.kind is Kind.RANGE_PUSH and op.name == END for op in ops)
+    return reduced(ops[: list(is_end).index(True)])
 
 
 def test_both_tables_are_reduced_before_the_end_of_backward() -> None:
     """pytorch#129259: not put off to the callback that ends it."""
-    training = Training(lambda: fill(TwoTables()), step, ("E1", "E2", "top", ""), steps=2)
+    for ops in ops_by_step(check_parity(TABLES)):
+        assert sorted(reduced_in_time(ops)) == ["E1", "E2", "top"]
+        assert len(reduced(ops)) == 3
 
-    for ops in ops_by_step(check_parity(training)):
-        assert sorted(reduced(ops[: completion(ops)])) == ["E1", "E2", "top"]
+
+def test_reductions_that_are_put_off_to_the_end_of_backward_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: gradients are counted, and only the callback at the end acts on them."""
+    monkeypatch.setattr(ShardedUnit, "retry", lambda _unit: None)
+    monkeypatch.setattr(ShardedUnit, "leave_section", lambda _unit: None)
+
+    for ops in ops_by_step(check_parity(TABLES)):
+        assert reduced_in_time(ops) == []
         assert len(reduced(ops)) == 3
 
 
