@@ -53,12 +53,22 @@ class Patches:
         """Replace ``owner.name`` if this version of PyTorch has it."""
         if not hasattr(owner, name):
             return
+        if owner is torch:
+            self._tell_torchscript(getattr(torch, name), value)
         own = owner.__dict__.get(name, MISSING)
         setattr(owner, name, value)
         if own is MISSING:
             self._undo.callback(delattr, owner, name)
         else:
             self._undo.callback(setattr, owner, name, own)
+
+    def _tell_torchscript(self, function: Any, replacement: Any) -> None:
+        """Let TorchScript compile a replacement as what it replaces: it knows functions by identity."""
+        operators = torch.jit._builtins._get_builtin_table()
+        operator = operators.get(id(function))
+        if operator is not None:
+            operators[id(replacement)] = operator
+            self._undo.callback(operators.pop, id(replacement))
 
     def define(self, owner: Any, name: str, value: Any) -> None:
         """Give ``owner`` a name that it may not have."""

@@ -303,6 +303,25 @@ def test_every_rank_casts_its_own_weights_under_autocast() -> None:
     assert casts[0] == casts[1] > 0
 
 
+def test_torchscript_compiles_what_a_world_replaces() -> None:
+    """As before, inside and afterwards: it knows PyTorch's functions by identity."""
+
+    def program(_rank: int) -> float:
+        scripted: Any = torch.jit.script(doubled)
+        return float(scripted(3.0))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert fsdp_sim.simulate(program, 2).results == [6.0, 6.0]
+        assert fsdp_sim.simulate(program, 1, knobs=("cuda",)).results == [6.0]
+        assert program(0) == 6.0
+
+
+def doubled(value: float) -> Tensor:
+    """Return twice the value, through two functions of PyTorch's that a world replaces."""
+    return torch.tensor(value) + torch.full((), value)
+
+
 # ---------------------------------------------------------------------- meshes
 
 
