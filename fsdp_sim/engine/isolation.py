@@ -6,6 +6,7 @@ that has served before the state of a new one.  What stays shared by all ranks i
 page.
 """
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ SLOTS: tuple[Slot, ...] = (
     Slot("standard output and error", lambda: (sys.stdout, sys.stderr), _streams_restore),
     Slot("environment variables", patches.get_environ, patches.set_environ),
     Slot("process groups", patches.get_c10d_world, patches.set_c10d_world),
+    Slot("PyTorch's globals", patches.get_process_globals, patches.set_process_globals),
     Slot("default dtype", patches.get_default_dtype, patches.set_default_dtype),
     Slot("numerical settings", patches.get_numerics, patches.set_numerics),
     Slot("warnings", _warnings_save, _warnings_restore),
@@ -101,6 +103,7 @@ class HostState:
         outer.save()
         patches.set_environ(environ)
         patches.set_c10d_world(patches.RankC10dWorld())
+        patches.set_process_globals([copy.copy(each) for each in patches.get_process_globals()])
         patches.seed_everything(seed)
         warnings.filters = list(warnings.filters)
         self._values = [seed] * len(SLOTS)  # of numpy, if it is not imported yet

@@ -172,6 +172,44 @@ def set_c10d_world(world: Any) -> None:
     c10d._world = world
 
 
+_PROCESS_GLOBALS: tuple[tuple[Any, str], ...] = (
+    (torch.distributed.tensor.DTensor._op_dispatcher, "_custom_op_handlers"),
+    (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),
+    (torch.utils.checkpoint, "_enable_checkpoint_early_stop"),
+    (torch.utils.checkpoint, "_checkpoint_debug_enabled"),
+    (importlib.import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks"),
+    (importlib.import_module("torch.optim.optimizer"), "_global_optimizer_post_hooks"),
+    *(
+        (torch.nn.modules.module, name)
+        for name in (
+            "_global_buffer_registration_hooks",
+            "_global_module_registration_hooks",
+            "_global_parameter_registration_hooks",
+            "_global_backward_pre_hooks",
+            "_global_backward_hooks",
+            "_global_is_full_backward_hook",
+            "_global_forward_pre_hooks",
+            "_global_forward_hooks",
+            "_global_forward_hooks_always_called",
+            "_global_forward_hooks_with_kwargs",
+        )
+    ),
+)
+"""Variables of PyTorch's modules and classes that programs change, for as long as a block lasts or for good
+(torch 2.11 to 2.14): ``loss_parallel``, a forward of DDP, hooks of all modules."""
+
+
+def get_process_globals() -> list[Any]:
+    """Return what ``_PROCESS_GLOBALS`` hold."""
+    return [getattr(owner, name) for owner, name in _PROCESS_GLOBALS]
+
+
+def set_process_globals(values: list[Any]) -> None:
+    """Put it back."""
+    for (owner, name), value in zip(_PROCESS_GLOBALS, values, strict=True):
+        setattr(owner, name, value)
+
+
 def warnings_filters_changed() -> None:
     """Tell the warnings module that its filters were replaced."""
     warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -229,6 +267,10 @@ def get_numerics() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.is_anomaly_enabled(),
         torch.is_anomaly_check_nan_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
     )
 
 
@@ -236,10 +278,21 @@ def set_numerics(values: tuple[Any, ...]) -> None:
     """Put them back."""
     if values == get_numerics():
         return
-    deterministic, warn_only, precision, anomaly, check_nan = values
+    deterministic, warn_only, precision, anomaly, check_nan, *attention = values
     torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.set_float32_matmul_precision(precision)
     torch.set_anomaly_enabled(anomaly, check_nan)
+    for kernels, is_enabled in zip(_ATTENTION_KERNELS, attention, strict=True):
+        kernels(is_enabled)
+
+
+_ATTENTION_KERNELS: tuple[Callable[[bool], None], ...] = (
+    torch._C._set_sdp_use_flash,
+    torch._C._set_sdp_use_mem_efficient,
+    torch._C._set_sdp_use_math,
+    torch._C._set_sdp_use_cudnn,
+)
+"""Which kernels of attention ``sdpa_kernel`` allows, in the order of ``get_numerics``."""
 
 
 # ---------------------------------------------------------------------- per-thread state (isolation)

@@ -19,11 +19,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import fsdp_sim
 from fsdp_sim.engine import patches
@@ -232,6 +238,9 @@ class Settings:
         self.look = look
 
 
+ENTERED = contextlib.ExitStack()
+"""Blocks that a rank has entered and never leaves."""
+
 SETTINGS = {
     "default dtype": Settings(
         lambda: torch.set_default_dtype(torch.float64), lambda: torch.ones(1).dtype
@@ -251,6 +260,24 @@ SETTINGS = {
     "matmul precision": Settings(
         lambda: torch.set_float32_matmul_precision("medium"),
         torch.get_float32_matmul_precision,
+    ),
+    "attention kernels": Settings(
+        lambda: ENTERED.enter_context(sdpa_kernel(SDPBackend.MATH)),
+        torch.backends.cuda.flash_sdp_enabled,
+    ),
+    "stopping early in recomputation": Settings(
+        lambda: ENTERED.enter_context(set_checkpoint_early_stop(False)),
+        lambda: torch.utils.checkpoint._enable_checkpoint_early_stop,
+    ),
+    "hooks of all modules": Settings(
+        lambda: register_module_forward_hook(lambda *_: torch.zeros(1)),  # type: ignore[arg-type]
+        lambda: nn.Linear(1, 1).requires_grad_(False)(torch.ones(7, 1)).shape,
+    ),
+    "hooks of all optimizers": Settings(
+        lambda: register_optimizer_step_pre_hook(
+            lambda optimizer, *_: ((optimizer, lambda: 7.0), {})
+        ),
+        lambda: torch.optim.SGD([torch.ones(1)]).step(),
     ),
     "anomaly mode": Settings(
         lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled
@@ -281,6 +308,42 @@ def test_a_setting_of_one_rank_is_not_anothers(name: str) -> None:
     assert seen[1:] == [before, before]
     assert next_world == [before] * 3
     assert setting.look() == before
+
+
+def test_a_loss_over_shards_of_the_logits_is_each_ranks_own_block() -> None:
+    """Other ranks may leave ``loss_parallel`` while one is still inside."""
+
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2,))
+        logits: Any = distribute_tensor(torch.eye(4), mesh, [Shard(1)]).requires_grad_()
+        with loss_parallel():
+            turn()
+            loss: Any = nn.functional.cross_entropy(logits, torch.arange(4))
+            loss.backward()
+        assert isinstance(logits.grad, DTensor)
+        return float(loss.detach().full_tensor())
+
+    whole = float(nn.functional.cross_entropy(torch.eye(4), torch.arange(4)))
+
+    assert fsdp_sim.simulate(program, 2).results == pytest.approx([whole] * 2, rel=1e-6)
+
+
+def test_the_forward_of_ddp_that_runs_is_each_ranks_own() -> None:
+    """PyTorch keeps it in the class, and no rank's model is kept there when its program has ended."""
+
+    def program(rank: int) -> bool:
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        with model._inside_ddp_forward():
+            turn()
+            active: Any = DistributedDataParallel._active_ddp_module
+            if rank == 1:
+                turn()
+        if rank == 0:
+            turn()
+        return active is model
+
+    assert fsdp_sim.simulate(program, 2).results == [True, True]
+    assert DistributedDataParallel._active_ddp_module is None
 
 
 def test_every_rank_casts_its_own_weights_under_autocast() -> None:
