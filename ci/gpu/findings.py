@@ -121,7 +121,7 @@ def _cached(
     make: Callable[..., torch.Tensor], made: dict[Any, torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
     def get(shape: Any, place: Any, where: torch.device) -> torch.Tensor:
-        key = (shape, place)
+        key = (shape, place, where.type)
         if key not in made:
             made[key] = make(shape, place, where)
         return made[key].clone()
