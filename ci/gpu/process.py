@@ -44,7 +44,9 @@ def shared_gpu_group(rank: int, world_size: int, folder: str) -> Iterator[None]:
         torch.cuda.set_device(0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group("gloo", store, rank=rank, world_size=world_size)
+    # Without CPUs in the group, objects travel on the GPU too, as they do in a world.
+    backend = "cuda:gloo" if has_gpu() else "gloo"
+    dist.init_process_group(backend, store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
