@@ -286,9 +286,10 @@ def _run_copy(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: 
 def _run_empty(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Memory without values: an allocation, which reads and writes no bytes."""
     memory = mode.machine.memory
-    like = [memory.find(tensor) for tensor, _ in operands(operator, args, kwargs)]
+    found = [memory.find(tensor) for tensor, _ in operands(operator, args, kwargs)]
+    like = [record for record in found if record is not None]
     out = func(*args, **kwargs)
-    memory.born(out, is_host=bool(like) and all(each is None or each.is_host for each in like))
+    memory.born(out, is_host=bool(like) and all(record.is_host for record in like))
     if out.dtype is not torch.bool and memory.is_seen(out):
         memory.poison(out.untyped_storage())
     return out

@@ -678,6 +678,8 @@ CUDA_MODULES = (
 )
 NAMES_OF_BACKENDS = (dist, c10d)
 DEVICE_OF_OBJECTS = (c10d, "_get_object_coll_device")
+WRITER_OF_OBJECTS = (c10d, "_object_to_tensor")
+READER_OF_OBJECTS = (c10d, "_tensor_to_object")
 RNG_OF_MESHES = (torch.distributed.tensor._random, torch.distributed.tensor._dispatch)
 FILES = torch.serialization
 

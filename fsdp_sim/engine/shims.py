@@ -115,6 +115,48 @@ def install_host_reads(undo: patches.Patches) -> None:
     for name in ("tensor", "as_tensor", "asarray"):
         undo.replace(torch, name, _making(getattr(torch, name)))
     undo.replace(Tensor, "new_tensor", _making(Tensor.new_tensor, on_device=True))
+    _install_objects(undo)
+
+
+def _install_objects(undo: patches.Patches) -> None:
+    """Objects of collectives travel on the device, as NCCL's do; the host waits once to have one back.
+
+    Where a script says "cuda", its own names do that.
+    """
+    undo.wrap(*patches.WRITER_OF_OBJECTS, _on_device(_upload))
+    undo.wrap(*patches.READER_OF_OBJECTS, _on_device(_download))
+
+
+def _on_device(convert: Callable[..., Any]) -> Callable[[Any], Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any) -> Any:
+            machine = machines.current()
+            if machine is None or machine.gpu is not None:
+                return original(*args)
+            return convert(machine, original, *args)
+
+        return call
+
+    return wrap
+
+
+def _upload(_: machines.Machine, original: Callable[..., Any], *args: Any) -> Any:
+    """Return an object's bytes and their number, made on the host, as tensors on the device."""
+    with machines.unobserved():
+        made = original(*args)
+    return tuple(tensor.clone() for tensor in made)
+
+
+def _download(
+    machine: machines.Machine, original: Callable[..., Any], tensor: Tensor, *args: Any
+) -> Any:
+    """Return the object of bytes on the device, once the host has them."""
+    _read_by_host(tensor, "cpu")
+    with patches.below_dispatch():
+        copy = tensor.clone()
+    machine.memory.born(copy, is_host=True)
+    return original(copy, *args)
 
 
 def _read_by_host(tensor: Any, name: str) -> None:

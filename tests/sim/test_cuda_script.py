@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_core
 import fsdp_sim
+from fsdp_sim.trace import diff
 from tests.sim.litmus import findings, is_racy, on_one_rank
 
 cuda: Any = torch.cuda
@@ -411,3 +412,33 @@ def test_a_reduction_that_nobody_waits_for_is_a_race() -> None:
         tensor.sum()
 
     assert {finding.kind for finding in findings(program, knobs=("cuda",))} == {"Race"}
+
+
+def gather_objects(where: str) -> None:
+    """Objects, in a labelled range whose allocations belong to the order."""
+    objects: list[Any] = [None, None]
+    with torch.profiler.record_function("fsdp_core::agree"):
+        dist.all_gather_object(objects, "an object")
+
+
+def make_real(where: str) -> None:
+    """Memory for a weight that had none."""
+    shape, values = torch.empty(2, device="meta"), torch.arange(2.0)
+    with torch.profiler.record_function("fsdp_core::init"):
+        torch.empty_like(shape, device=where).copy_(values)
+
+
+@pytest.mark.parametrize("program", [gather_objects, make_real])
+def test_the_order_is_the_same_under_both_names_of_the_device(
+    program: Callable[[str], None],
+) -> None:
+    """What is the device's where it is called "cuda" is the device's where it is called "cpu"."""
+
+    def on_cuda(rank: int) -> None:
+        cuda.set_device(rank)
+        program("cuda")
+
+    first = fsdp_sim.simulate(on_cuda, 2, knobs=("cuda",), trace=True).trace
+    second = fsdp_sim.simulate(lambda _: program("cpu"), 2, trace=True).trace
+
+    assert diff(first, second, order_only=True) is None
