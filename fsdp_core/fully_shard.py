@@ -36,7 +36,7 @@ from fsdp_core.parameter_group import (
     mark_whole,
     owner_of,
 )
-from fsdp_core.placement import Placements, TensorAtomic
+from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic
 from fsdp_core.plain_optimizer import watch_optimizers
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
@@ -176,6 +176,7 @@ def fully_shard(
     policy = schedule_policy or SchedulePolicy()
     _check_policy(policy, context)
     members, whole = _collect_members(modules, context)
+    _check_blocks(members, placements)
     _check_expectations(members, policy)
     if members and policy.register_hooks:
         _check_forwards(modules)
@@ -319,6 +320,20 @@ def _owners(
     said: dict[nn.Parameter, Any] = dict(context.parameter_to_owner or {})
     agree_on_owners([(member.fqn, said.get(member.full)) for member in members], axes)
     return {member.full: said[member.full] for member in members}
+
+
+def _check_blocks(members: Sequence[Member], placements: Placements) -> None:
+    """Check that the rows of each parameter make whole blocks, where these must stay together."""
+    sizes = [kind.block_size for kind in placements.kinds if isinstance(kind, BlockAtomic)]
+    block_size = max(sizes, default=1)
+    for member in members:
+        shape = tuple(member.full.shape)
+        if shape[0] % block_size:
+            msg = (
+                f"parameter {member.fqn!r} must have a number of rows divisible by {block_size}, as "
+                f"BlockAtomic({block_size}) asks, got shape {shape}; pad it, or use RowAtomic"
+            )
+            raise ConfigError(msg, fqn=member.fqn)
 
 
 def _check_expectations(members: Sequence[Member], policy: SchedulePolicy) -> None:

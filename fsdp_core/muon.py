@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from fsdp_core.errors import ConfigError
+from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.gather_scatter import gather_to_owners, scatter_from_owners
 from fsdp_core.module import complete_gradients, refuse_closure
 from fsdp_core.owner_planning import (
@@ -69,7 +69,7 @@ class FsdpMuon(Muon):
         Collective over the meshes of the parameters; runs on the current stream.
 
     Raises:
-        ConfigError: a parameter that is not a sharded one.
+        ConfigError: a parameter that is not a sharded one, or has no elements.
     """
 
     def __init__(self, params: Any, *, cost: Cost = orthogonalization_cost, **options: Any) -> None:
@@ -165,6 +165,13 @@ def _assign(optimizer: FsdpMuon, cost: Cost) -> list[Buffer]:
                 )
                 raise ConfigError(msg)
             found = living_group(owner)
+            if not parameter.numel():
+                fqn = found.full_name(owner.fqn)
+                msg = (
+                    f"FsdpMuon must hold matrices with elements, got {fqn!r} of shape "
+                    f"{tuple(parameter.shape)}; leave it to another optimizer"
+                )
+                raise UnsupportedError(msg, fqn=fqn)
             by_group.setdefault(found, {})[found.index_of(parameter)] = parameter
     load: dict[int, int] = {}
     buffers = []

@@ -253,7 +253,7 @@ class _LocalStep:
             return run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
         local = local_tensor(grad) if isinstance(grad, DTensor) else grad
         if local.shape != first.local.shape:
-            fqn = run.group.members[first.index].fqn
+            fqn = run.group.full_name(run.group.members[first.index].fqn)
             msg = (
                 f"the gradient of parameter {fqn!r} must be the rows that this rank holds, "
                 f"{tuple(first.local.shape)}, got {tuple(local.shape)}; assign a DTensor like the parameter"
@@ -393,11 +393,12 @@ def _find(parameter: object, position: int, number: int) -> tuple[ParameterGroup
     for index, member in enumerate(group.members):
         if member.sharded is parameter:
             return group, index
+    fqn = group.full_name(owner.fqn)
     msg = (
-        f"an optimizer of shards must hold sharded parameters, got the full {owner.fqn!r} in "
+        f"an optimizer of shards must hold sharded parameters, got the full {fqn!r} in "
         f"param_groups[{position}]; build the optimizer after fully_shard, outside any forward"
     )
-    raise ConfigError(msg, fqn=owner.fqn)
+    raise ConfigError(msg, fqn=fqn)
 
 
 def _chains(parts: Sequence[_Part]) -> list[list[_Part]]:

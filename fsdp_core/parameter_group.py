@@ -236,6 +236,14 @@ class ParameterGroup:
         """Return the index of a sharded parameter of this group."""
         return next(i for i, member in enumerate(self.members) if member.sharded is parameter)
 
+    def full_name(self, fqn: str) -> str:
+        """Return the name of a parameter relative to its unit's root, as far as that is known.
+
+        Before the construction scope ends the unit has no name yet.
+        """
+        unit_fqn = getattr(self.unit(), "fqn", "")
+        return f"{unit_fqn}.{fqn}" if unit_fqn else fqn
+
     def as_sharded(self, index: int, local: Tensor) -> DTensor:
         """Return rows like those of a sharded parameter as a DTensor that checkpoints understand.
 

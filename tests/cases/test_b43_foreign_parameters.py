@@ -83,7 +83,7 @@ def test_it_is_not_made_sharded_either(
 
     def program(rank: int) -> None:
         _, optimizer = make()
-        message = re.escape("got the full 'weight' in param_groups[0]; build the optimizer after")
+        message = re.escape("got the full '0.weight' in param_groups[0]; build the optimizer after")
         with pytest.raises(ConfigError, match=message):
             fsdp_core.fully_shard_optimizer(optimizer)
 

@@ -12,7 +12,17 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import FsdpContext, PrefetchOrder, SchedulePolicy, StateError, microbatch
+from fsdp_core import (
+    BlockAtomic,
+    ConfigError,
+    FsdpContext,
+    FsdpMuon,
+    Placements,
+    PrefetchOrder,
+    SchedulePolicy,
+    StateError,
+    microbatch,
+)
 from tests.cases.programs import SHARDED, Row, batch, fill, linear, loss_of, mesh_of, shard
 
 PACKAGE = Path(fsdp_core.__file__).parent
@@ -329,6 +339,55 @@ def test_an_error_of_a_unit_names_it_and_says_on_which_rank_in_which_step(
     report = fsdp_sim.simulate(program, 2, strict=False, checkers=["collective_match"])
 
     assert report.results == [None, None]
+
+
+# ---------------------------------------------------------------------- errors of configuration
+
+
+def cut_a_block(model: nn.Module) -> None:
+    """Rows that must stay together, in a parameter that ends in the middle of some."""
+    blocks = (BlockAtomic(4),)
+    shard(model, "layers.last", placements=Placements((0,), blocks, blocks, blocks))
+
+
+def orthogonalise_nothing(model: nn.Module) -> None:
+    """A matrix without elements, which nobody can own."""
+    last(model).empty = nn.Parameter(torch.zeros(0, 4))
+    shard(model, "layers.first", "layers.last", "")
+    FsdpMuon([last(model).weight, last(model).empty], lr=1.0)
+
+
+def optimise_full(model: nn.Module) -> None:
+    """An optimizer that is built while the weights are gathered."""
+    shard(model, "layers.first", "layers.last", "")
+    last(model).unshard()
+    fsdp_core.fully_shard_optimizer(torch.optim.SGD(last(model).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("fail", "fqn"),
+    [
+        (cut_a_block, "weight"),
+        (orthogonalise_nothing, "layers.last.empty"),
+        (optimise_full, "layers.last.weight"),
+    ],
+    ids=["block", "muon", "optimizer"],
+)
+def test_an_error_of_configuration_names_the_parameter(
+    fail: Callable[[nn.Module], None], fqn: str
+) -> None:
+    """Not its number in a buffer; in full, once the construction scope has given names."""
+
+    def program(_rank: int) -> None:
+        with pytest.raises(ConfigError) as caught:
+            fail(nn.ModuleDict({"layers": Row("first", "last")}))
+        assert caught.value.fqn == fqn
+        assert repr(fqn) in str(caught.value)
+
+    fsdp_sim.simulate(program, 2)
+
+
+# ---------------------------------------------------------------------- where they point
 
 
 def test_a_diverging_pass_names_both_units_and_the_step() -> None:
