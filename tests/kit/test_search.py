@@ -2,6 +2,7 @@
 
 from ci.search.batch import run_batch
 from ci.search.coverage import Coverage
+from ci.search.draw import draw
 from ci.search.overlap import gathers_overlap
 from ci.search.planted import find
 from fsdp_sim.program import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
@@ -44,6 +45,26 @@ def test_a_batch_is_the_same_programs_each_time() -> None:
     assert one.coverage == other.coverage
     assert one.programs == other.programs == 4
     assert one.failure is None
+
+
+def test_no_program_is_drawn_twice() -> None:
+    """Hypothesis alone repeats itself."""
+    drawn: list[ProgramSpec] = []
+
+    assert draw(drawn.append, 0, 60) is None
+    assert len(drawn) == len(set(drawn)) == 60
+
+
+def test_a_failing_program_is_drawn_until_it_is_small() -> None:
+    """The simplest of all, where every program fails."""
+    drawn: list[ProgramSpec] = []
+
+    def fails(program: ProgramSpec) -> None:
+        drawn.append(program)
+        raise ArithmeticError(program)
+
+    assert isinstance(draw(fails, 0, 60), ArithmeticError)
+    assert drawn[-1] == ProgramSpec(LEAF, mesh=(1,), width=1)
 
 
 def test_a_planted_bug_is_found_and_shrinks_to_a_small_program() -> None:
