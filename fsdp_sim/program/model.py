@@ -1,7 +1,7 @@
 """The torch modules of a program, as every backend and the unsharded oracle run them.
 
 Note [fold]
-    ``fold`` maps any finite number to an integer in [-2, 1], in forward and, applied to the gradient, in
+    ``fold`` maps any finite number to an integer in [-2, 2], zero to zero, in forward and, applied to the gradient, in
     backward. Activations and their gradients are then integers whatever the weights are, so a weight's
     gradient is a sum of at most ``4 * batch`` units per use, and sums over ranks and microbatches are
     exact in fp32 (and in bf16 up to 256 units). A wrong weight still changes what comes out.
@@ -60,7 +60,7 @@ class Plan:
 
 
 class Fold(torch.autograd.Function):
-    """Map numbers to integers in [-2, 1], and gradients too. See Note [fold]."""
+    """Map numbers to integers in [-2, 2], and gradients too. See Note [fold]."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -249,13 +249,13 @@ def _register_layer(node: Node, layer: LayerSpec, path: str, width: int) -> None
 
 
 def fold(x: Tensor) -> Tensor:
-    """Return ``x`` mapped to integers in [-2, 1]. See Note [fold]."""
+    """Return ``x`` mapped to integers in [-2, 2]. See Note [fold]."""
     y: Tensor = Fold.apply(x)  # type: ignore[no-untyped-call]
     return y
 
 
 def _folded(x: Tensor) -> Tensor:
-    return torch.remainder(torch.floor(x) + 2, 4) - 2
+    return torch.floor(x).fmod_(3)
 
 
 class Named(NamedTuple):

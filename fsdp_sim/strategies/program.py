@@ -155,11 +155,14 @@ def _with_options(
 ) -> ModuleSpec:
     """Return ``model`` with a strategy and options for each unit; most programs have one strategy.
 
+    Where all weights stay whole nothing is ever gathered, so ``no_shard`` mostly comes beside another one.
+
     Units are driven by hand only where the runtime allows it, and where autograd runs as one piece: the
     gradients of a reentrant checkpoint come before those of the backward around it.
     """
     allowed, on_one_axis = _allowed(len(mesh), limits), _allowed(1, limits)
-    common, each = pick(draw, allowed), maybe(draw, 20)
+    common = pick(draw, allowed)
+    each = maybe(draw, 80 if common == "no_shard" else 20)
     split = len(mesh) > 1 and on_one_axis and maybe(draw, 25)
     in_one_piece = all(module.checkpoint != "reentrant" for _, module in walk(model))
     by_hand = context.prefetch_order != "recorded" and in_one_piece and maybe(draw, 20)
@@ -181,7 +184,7 @@ def _with_options(
 
 def _allowed(axes: int, limits: _Limits) -> tuple[Strategy, ...]:
     """Return the strategies to choose from on a mesh of so many axes, the simplest first."""
-    wanted = limits.kinds or (*SIMPLEST_FIRST, "tensor_atomic")
+    wanted = limits.kinds or ("zero3", *SIMPLEST_FIRST, "tensor_atomic")
     return tuple(kind for kind in wanted if kind in strategies(axes))
 
 

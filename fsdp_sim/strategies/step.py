@@ -7,6 +7,7 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from fsdp_sim.program.check import STEPS_MAX
+from fsdp_sim.program.placements import letters
 from fsdp_sim.program.spec import (
     Backward,
     CallsSpec,
@@ -118,18 +119,30 @@ def draw_steps(
     world = _World(dict(walk(model)), _rank_free(model), world_size, recorded)
     same = _training_pass(draw, world) if recorded else None
     made: list[StepSpec] = []
-    more = True
+    more, odds = True, 50 if not recorded and _gathers_at_once(model) else 95
     while more:  # asked before each step, so that shrinking can cut any step out
-        more = len(made) + 1 < steps_max and maybe(draw, 50)
+        more, odds = len(made) + 1 < steps_max and maybe(draw, odds), 30
         freezes = not recorded or not made
         made.append(_step(draw, world, same, exceptions=exceptions and more, freezes=freezes))
     return tuple(made)
 
 
+def _gathers_at_once(model: ModuleSpec) -> bool:
+    """Return whether weights are gathered in the first step: others are whole until the optimizer has run.
+
+    Under RECORDED they are gathered early from the second pass on.
+    """
+    specs = [module.unit for _, module in walk(model) if module.unit]
+    return any(
+        "S" in placed or "T" in placed
+        for placed in (letters(each.strategy, 2)[0] for each in specs)
+    )
+
+
 def _step(
     draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool, freezes: bool
 ) -> StepSpec:
-    microbatches = pick(draw, (1, 1, 1, 2, 2, 3))
+    microbatches = pick(draw, (1, 1, 1, 1, 2, 2, 3))
     passes = [same or _training_pass(draw, world) for _ in range(microbatches)]
     if maybe(draw, 24):
         passes.insert(number(draw, 0, len(passes)), _evaluation(draw, world))
@@ -194,7 +207,7 @@ def _calls(draw: Draw, world: _World) -> tuple[CallsSpec, ...]:
 
 def _call(draw: Draw, world: _World, path: str) -> CallsSpec:
     count = len(world.nodes[path].children)
-    length = number(draw, 0, count + 1)
+    length = 0 if maybe(draw, 8) else number(draw, 1, count + 1)
     order = tuple(number(draw, 0, count - 1) for _ in range(length))
     dropped = (number(draw, 0, length - 1),) if order and maybe(draw, 22) else ()
     ranks: tuple[int, ...] | None = None

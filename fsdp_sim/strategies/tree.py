@@ -12,14 +12,17 @@ from fsdp_sim.program.spec import (
     LayerSpec,
     ModuleSpec,
     Output,
+    ProgramSpec,
     UnitSpec,
 )
-from fsdp_sim.program.tree import replace_module, walk
+from fsdp_sim.program.tree import owning_unit, replace_module, walk
 from fsdp_sim.strategies.arguments import Draw, check_bounds, check_range, maybe, number, pick
 
 _DEPTH_MAX = 8
 _MODULES_MAX = 64
 _ROWS_MAX = 5
+_UNITS_WANTED = 3
+"""With weights: where one computes, another one can be gathered."""
 _OUTPUTS: tuple[Output, ...] = (
     "tuple", "list", "dict", "nested", "namedtuple", "dataclass", "frozen_dataclass",
 )  # fmt: skip
@@ -125,7 +128,44 @@ def draw_tree(
     if all(module.layer is None for _, module in walk(tree)):
         layer = _layer(draw, 0, _ROWS_MAX, low_precision=low_precision)
         tree = replace(tree, layer=layer, unit=UnitSpec())
-    return _grouped(draw, _branched(draw, tree, budget))
+    tree = _grouped(draw, tree)
+    while (count := _count_units(tree)) < _UNITS_WANTED and maybe(draw, 97):
+        tree = _with_another_unit(draw, tree, budget)
+        if _count_units(tree) == count:
+            break
+    return _branched(draw, tree, budget)
+
+
+def _with_another_unit(draw: Draw, tree: ModuleSpec, budget: _Budget) -> ModuleSpec:
+    """Return ``tree`` with one more unit that has weights of its own, if it can have one."""
+    wider = [tree]
+    if budget.modules and len(tree.children) < budget.children_max:
+        wider.append(replace(tree, children=(*tree.children, ModuleSpec())))
+    layer = _layer(draw, 0, _ROWS_MAX, low_precision=budget.low_precision)
+    made = [
+        (each, _as_unit(each, path, module, layer))
+        for each in wider
+        for path, module in walk(each)
+        if path and (module.unit is None or module.layer is None)
+    ]
+    better = [(before, after) for before, after in made if _count_units(after) > _count_units(tree)]
+    if not better:
+        return tree
+    before, after = pick(draw, better)
+    budget.modules -= before is not tree
+    return after
+
+
+def _as_unit(tree: ModuleSpec, path: str, module: ModuleSpec, layer: LayerSpec) -> ModuleSpec:
+    """Return ``tree`` with the module at ``path`` a unit with weights: its own, else those of ``layer``."""
+    unit = module.unit or UnitSpec()
+    return replace_module(tree, path, unit=unit, layer=module.layer or layer)
+
+
+def _count_units(tree: ModuleSpec) -> int:
+    """Return how many units have weights of their own."""
+    owner = owning_unit(ProgramSpec(tree))
+    return len({owner[path] for path, module in walk(tree) if module.layer})
 
 
 def _branched(draw: Draw, tree: ModuleSpec, budget: _Budget) -> ModuleSpec:

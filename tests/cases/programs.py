@@ -56,7 +56,7 @@ def linear(rows: int = 2, columns: int = 2) -> nn.Linear:
 
 
 class Row(nn.Module):
-    """Named layers that are called one after the other, each output folded to integers in [-2, 1].
+    """Named layers that are called one after the other, each output folded to integers in [-2, 2].
 
     The fold keeps values and gradients small, so that sums over ranks are exact.
     """
