@@ -1,14 +1,43 @@
-"""Correctness: the tests of the runtime, run where a GPU is; those for GPUs are not skipped there."""
+"""Correctness: the tests of the runtime on the GPU, over NCCL alone and over gloo with several ranks on it."""
 
+import re
 import subprocess
 import sys
 
-BODIES = ("tests/core",)
+from ci.gpu.process import has_gpu
+
+BODIES = ("tests/core", "tests/cases")
+WORLD_SIZES = (1, 2, 4)
+SECONDS_MAX = 240
+"""How long one set of processes may take: a bound for a run that hangs, nothing is measured."""
 
 
 def run() -> dict[str, object]:
-    """Run the tests of the runtime and return pytest's last line."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *BODIES]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout[-6000:])
-    return {"exit": done.returncode, "summary": done.stdout.strip().splitlines()[-1:]}
+    """Run the bodies on 1, 2 and 4 ranks, and return pytest's summary of each."""
+    return {f"{world_size} ranks": on_ranks(world_size) for world_size in WORLD_SIZES}
+
+
+def on_ranks(world_size: int) -> dict[str, object]:
+    """Run the bodies on ranks that have a GPU each, or share the first; on CPUs, if there is none."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    pytest = ["-m", "pytest", "-q", "-rsfE", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    ranks = f"--ranks={'cuda' if has_gpu() else 'cpu'}"
+    command = [*launcher, f"--nproc-per-node={world_size}", *pytest, *BODIES, ranks]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SECONDS_MAX
+        )
+    except subprocess.TimeoutExpired as late:
+        return {
+            "exit": None,
+            "summary": [f"no end after {SECONDS_MAX} s"],
+            "tail": str(late.stdout),
+        }
+    print(done.stdout[-20000:], done.stderr[-4000:])
+    lines = done.stdout.splitlines()
+    return {
+        "exit": done.returncode,
+        "summary": [line for line in lines if re.search(r"\d+ (passed|failed)", line)][-1:],
+        "left out": sorted({line for line in lines if line.startswith("SKIPPED")}),
+        "failed": sorted({line for line in lines if line.startswith(("FAILED", "ERROR"))}),
+    }

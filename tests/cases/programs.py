@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import fsdp_sim
 from fsdp_core import FsdpContext, FsdpModule, Phase, Placements, RowAtomic
 from fsdp_sim.op import Kind, Op
 from fsdp_sim.program.model import fold
+from tests.core.worlds import device_type, on_ranks, unsharded, world_size
 
 Tensors = dict[str, Tensor | None]
 Build = Callable[[], nn.Module]
@@ -90,8 +92,8 @@ def loss_of(y: Tensor, rank: int) -> Tensor:
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """A mesh of simulated or gloo ranks."""
-    return init_device_mesh("cpu", shape)
+    """A mesh of the devices that ranks compute on."""
+    return init_device_mesh(device_type(), shape)
 
 
 def shard(
@@ -201,6 +203,7 @@ class Training:
         step: forwards and backwards of one step: of (model, rank, number of the step).
         units: names of the modules to shard, inner ones first.
         steps: how many; after each one SGD with a rate of 1 updates the weights.
+        mesh: two ranks unless it is given, or one where there is one process alone.
         options: of `shard`.
         after: called with (model, number) behind each step's update; changes weights in place.
         entered: units that backward enters in each step on every rank: a trainable parameter of
@@ -212,7 +215,7 @@ class Training:
     step: Step
     units: Sequence[str | Sequence[str]]
     steps: int = 1
-    mesh: tuple[int, ...] = (2,)
+    mesh: tuple[int, ...] = field(default_factory=lambda: (world_size(2),))
     options: dict[str, Any] = field(default_factory=dict)
     after: Callable[[nn.Module, int], None] = lambda _model, _number: None
     entered: Sequence[str] = ()
@@ -286,11 +289,23 @@ def check_parity(training: Training, **options: Any) -> fsdp_sim.Report:
     report = fsdp_sim.simulate(
         train_shards, training.world_size, args=(training,), **{"trace": True, **options}
     )
-    for number, expected in enumerate(train_unsharded(training)):
-        ranks = [rank[number] for rank in report.results]
+    _assert_parity(training, report.results)
+    return report
+
+
+def check_values(training: Training) -> list[list[Trained]]:
+    """Compare each step with the unsharded run, wherever tests run; return what each rank trained."""
+    ranks = on_ranks(partial(train_shards, training=training), training.world_size)
+    _assert_parity(training, ranks)
+    return ranks
+
+
+def _assert_parity(training: Training, trained: Sequence[Sequence[Trained]]) -> None:
+    whole = unsharded(partial(train_unsharded, training))
+    for number, expected in enumerate(whole):
+        ranks = [rank[number] for rank in trained]
         assert_equal(put_together([r.gradients for r in ranks], training.mesh), expected.gradients)
         assert_equal(put_together([r.weights for r in ranks], training.mesh), expected.weights)
-    return report
 
 
 # ---------------------------------------------------------------------- counts

@@ -6,6 +6,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.core.worlds import shared_path
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder of the test's own that all ranks see."""
+    return shared_path(tmp_path)
+
 
 @pytest.fixture
 def lone_process(tmp_path: Path) -> Iterator[None]:

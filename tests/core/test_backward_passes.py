@@ -13,14 +13,14 @@ from tests.cases.programs import (
     Training,
     assert_resting,
     batch,
-    check_parity,
+    check_values,
     fill,
     linear,
     local_rows,
     loss_of,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import on_ranks
 
 
 def gradient_of_input(model: nn.Module, rank: int, how: str) -> Tensor:
@@ -34,6 +34,7 @@ def gradient_of_input(model: nn.Module, rank: int, how: str) -> Tensor:
     return x.grad
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("how", ["autograd.grad", "backward(inputs=...)"])
 def test_a_gradient_that_was_asked_for_leaves_zeros_in_units(how: str) -> None:
     """Units are entered as by any backward: nothing says that all ranks want the same."""
@@ -47,9 +48,10 @@ def test_a_gradient_that_was_asked_for_leaves_zeros_in_units(how: str) -> None:
             assert not rows.any()
         return torch.equal(gradient, gradient_of_input(fill(Row("a", "b")), rank, how))
 
-    assert on_simulated_ranks(body, 2) == [True, True]
+    assert on_ranks(body, 2) == [True, True]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("how", ["autograd.grad", "backward(inputs=...)"])
 def test_a_gradient_that_was_asked_for_adds_nothing_to_the_step(how: str) -> None:
     """The backward behind it gives what it gives alone."""
@@ -58,7 +60,7 @@ def test_a_gradient_that_was_asked_for_adds_nothing_to_the_step(how: str) -> Non
         gradient_of_input(model, rank, how)
         loss_of(model(batch(rank, number)), rank).backward()
 
-    check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), steps=2))
+    check_values(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), steps=2))
 
 
 class Replay:
@@ -143,16 +145,19 @@ def replaying(units: tuple[str, ...], *, unshards: bool) -> Training:
     return Training(lambda: fill(Replaying(unshards=unshards)), step, units, steps=2)
 
 
+@pytest.mark.everywhere
 def test_a_unit_that_another_units_hook_replays_has_parity() -> None:
     """Its own forward hook gathers the weights inside the backward pass."""
-    check_parity(replaying(("owner.layer", "last", ""), unshards=False))
+    check_values(replaying(("owner.layer", "last", ""), unshards=False))
 
 
+@pytest.mark.everywhere
 def test_a_part_of_a_unit_can_be_replayed_once_the_unit_is_gathered() -> None:
     """No hook of the owner fires, so whoever replays the part calls `unshard` first."""
-    check_parity(replaying(("owner", "last", ""), unshards=True))
+    check_values(replaying(("owner", "last", ""), unshards=True))
 
 
+@pytest.mark.everywhere
 def test_a_part_of_a_unit_is_not_replayed_with_released_weights() -> None:
     """PyTorch refuses to mix shards and whole tensors; nothing is computed from freed memory."""
 
@@ -163,7 +168,7 @@ def test_a_part_of_a_unit_is_not_replayed_with_released_weights() -> None:
             loss.backward()
         model.context.reset()  # type: ignore[union-attr, operator]
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 @pytest.mark.filterwarnings("ignore:step 0. unit 'outer.b' was expected")

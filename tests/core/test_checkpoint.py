@@ -31,7 +31,7 @@ from tests.cases.programs import (
     put_together,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import on_ranks
 
 
 class Tied(nn.Module):
@@ -77,7 +77,7 @@ def save(directory: Path, steps: int = 2) -> dict[str, Tensor | None]:
         train(model, optimizer, range(steps, steps + 1))
         return local_rows(model)
 
-    return put_together(on_simulated_ranks(body, 2))
+    return put_together(on_ranks(body, 2))
 
 
 def save_anew(directory: Path) -> None:
@@ -99,9 +99,10 @@ def load(directory: Path, **options: Any) -> list[dict[str, Tensor | None]]:
         train(model, optimizer, range(2, 3))
         return local_rows(model)
 
-    return on_simulated_ranks(body, 2)
+    return on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_training_goes_on_with_other_unit_boundaries(tmp_path: Path) -> None:
     """Names and shapes are all that must agree."""
     expected = save(tmp_path / "saved")
@@ -110,6 +111,7 @@ def test_training_goes_on_with_other_unit_boundaries(tmp_path: Path) -> None:
     assert_equal(put_together(loaded), expected)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("placements", [SHARDED, ZERO_1])
 def test_training_goes_on_with_other_placements(tmp_path: Path, placements: Placements) -> None:
     """Whatever the shards were, the next step gives the same bits."""
@@ -118,6 +120,7 @@ def test_training_goes_on_with_other_placements(tmp_path: Path, placements: Plac
     assert_equal(put_together(load(tmp_path / "saved", placements=placements)), expected)
 
 
+@pytest.mark.everywhere
 def test_a_second_save_takes_the_place_of_the_first(tmp_path: Path) -> None:
     """Nothing but the new checkpoint is left."""
     save(tmp_path / "saved", steps=1)
@@ -143,7 +146,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(tmp_path: Path) -> None
         ):
             fsdp_core.save_checkpoint(model, optimizer, str(tmp_path / "saved"))
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
     (tmp_path / "saved.partial").mkdir()
     (tmp_path / "saved.partial" / ".metadata").write_bytes(b"half")
 
@@ -174,13 +177,14 @@ def test_saves_that_die_again_and_again_leave_the_previous_checkpoint(
         patch.setattr(Path, "rename", fails)
         for _ in range(2):
             with pytest.raises(OSError, match="no more room"):
-                on_simulated_ranks(lambda _: save_anew(tmp_path / "saved"), 2)
+                on_ranks(lambda _: save_anew(tmp_path / "saved"), 2)
 
     assert_equal(put_together(load(tmp_path / "saved")), expected)
     save(tmp_path / "saved")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["saved"]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", ["all", "all/notes"])
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, name: str) -> None:
     """Such as the folder of earlier ones; nothing is written, in it or beside it."""
@@ -195,13 +199,14 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, name: str) -> Non
             f"would be lost; pass another directory, or remove it"
         )
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
     assert_equal(put_together(load(tmp_path / "all" / "first")), expected)
     assert [each.name for each in tmp_path.iterdir()] == ["all"]
     assert sorted(each.name for each in (tmp_path / "all").iterdir()) == ["first", "notes"]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_state_that_one_rank_alone_cannot_save_is_refused_on_all(
     tmp_path: Path, rank: int
@@ -216,12 +221,13 @@ def test_a_state_that_one_rank_alone_cannot_save_is_refused_on_all(
             fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
         return str(caught.value)
 
-    messages = on_simulated_ranks(body, 2)
+    messages = on_ranks(body, 2)
 
     assert messages[0] == messages[1]
     assert messages[0].startswith("'optimizer.options' must be a tensor or what JSON can say")
 
 
+@pytest.mark.everywhere
 def test_a_directory_that_rank_0_cannot_make_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     """The others have the error of rank 0, with the path."""
     (tmp_path / "file").write_text("")
@@ -232,9 +238,10 @@ def test_a_directory_that_rank_0_cannot_make_is_an_error_on_all_ranks(tmp_path: 
         return str(caught.value)
 
     message = f"[Errno 20] Not a directory: {str(tmp_path / 'file' / 'saved.partial')!r}"
-    assert on_simulated_ranks(body, 2) == [message] * 2
+    assert on_ranks(body, 2) == [message] * 2
 
 
+@pytest.mark.everywhere
 def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
     """As on a disk that the ranks do not share."""
     save(tmp_path / "saved")
@@ -245,7 +252,7 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Pat
             fsdp_core.load_checkpoint(model, optimizer, tmp_path / ("saved", "elsewhere")[rank])
         return str(caught.value)
 
-    for message in on_simulated_ranks(body, 2):
+    for message in on_ranks(body, 2):
         assert f"{str(tmp_path / 'elsewhere')!r} must hold a whole checkpoint" in message
 
 
@@ -287,7 +294,7 @@ def refused(
         assert not optimizer.state
         return str(caught.value)
 
-    for text in on_simulated_ranks(body, 2):
+    for text in on_ranks(body, 2):
         assert message in text
 
 
@@ -314,6 +321,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
     refused(tmp_path / "saved", message)
 
 
+@pytest.mark.everywhere
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     """A directory without a manifest was not written by a save that ended."""
     refused(
@@ -323,6 +331,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.everywhere
 def test_missing_extra_and_wrongly_shaped_entries_are_refused(tmp_path: Path) -> None:
     """By their names; nothing is loaded."""
     save(tmp_path / "saved")
@@ -382,6 +391,7 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("saved", "other", "message"),
     [
@@ -420,9 +430,10 @@ def test_an_optimizer_that_does_not_fit_is_refused_before_the_model_is_written(
         assert optimizer.param_groups == options
         return str(caught.value)
 
-    assert on_simulated_ranks(body, 2) == [f"{message}; nothing was loaded"] * 2
+    assert on_ranks(body, 2) == [f"{message}; nothing was loaded"] * 2
 
 
+@pytest.mark.everywhere
 def test_groups_may_be_split_otherwise(tmp_path: Path) -> None:
     """Options follow the parameters."""
 
@@ -434,7 +445,7 @@ def test_groups_may_be_split_otherwise(tmp_path: Path) -> None:
         fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
         return [group["lr"] for group in optimizer.param_groups]
 
-    assert on_simulated_ranks(body, 2) == [[0.5, 0.5]] * 2
+    assert on_ranks(body, 2) == [[0.5, 0.5]] * 2
 
 
 class Bomb:
@@ -487,6 +498,7 @@ def test_metadata_may_name_members_of_its_enums_in_the_way_of_every_python() -> 
 # ---------------------------------------------------------------------- whole models
 
 
+@pytest.mark.everywhere
 def test_a_full_state_dict_goes_out_and_in(tmp_path: Path) -> None:
     """Rank 0 alone holds it, on the CPU; loading it elsewhere gives the same model."""
 
@@ -502,8 +514,8 @@ def test_a_full_state_dict_goes_out_and_in(tmp_path: Path) -> None:
         checkpoints.load_full_state_dict(model, whole if rank == 0 else None)
         return checkpoints.full_state_dict(model)
 
-    whole, empty = on_simulated_ranks(out, 2)
-    again = on_simulated_ranks(back, 3)[0]
+    whole, empty = on_ranks(out, 2)
+    again = on_ranks(back, 3)[0]
 
     expected = dict(fill(Tied()).state_dict())
     assert empty == {}
@@ -511,6 +523,7 @@ def test_a_full_state_dict_goes_out_and_in(tmp_path: Path) -> None:
     assert_equal(dict(again), expected)
 
 
+@pytest.mark.everywhere
 def test_a_full_state_dict_with_other_entries_is_refused_on_every_rank() -> None:
     """Ranks that hold nothing raise what rank 0 found."""
 
@@ -521,12 +534,13 @@ def test_a_full_state_dict_with_other_entries_is_refused_on_every_rank() -> None
             checkpoints.load_full_state_dict(model, wrong)
         return str(caught.value)
 
-    messages = on_simulated_ranks(body, 2)
+    messages = on_ranks(body, 2)
 
     assert messages[0] == messages[1]
     assert "got none for 'count', 'first.bias', 'second.weight', 'second.bias'" in messages[0]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("entry", "got"),
     [
@@ -556,12 +570,13 @@ def test_a_full_state_dict_of_anything_but_whole_tensors_is_refused_on_every_ran
         assert_equal(local_rows(model), before)
         return str(caught.value)
 
-    messages = on_simulated_ranks(body, 2)
+    messages = on_ranks(body, 2)
 
     assert messages[0] == messages[1]
     assert f", got {got}" in messages[0]
 
 
+@pytest.mark.everywhere
 def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
     """One file with every name, tied ones too."""
 
@@ -569,7 +584,7 @@ def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
         model, _, _ = build()
         checkpoints.export_safetensors(model, tmp_path / "model.safetensors")
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
     expected = dict(fill(Tied()).state_dict())
     got = load_file(tmp_path / "model.safetensors")
@@ -577,6 +592,7 @@ def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
     assert sorted(got) == sorted(expected)
 
 
+@pytest.mark.everywhere
 def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     """The others have the error of rank 0."""
 
@@ -586,6 +602,6 @@ def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path
             checkpoints.export_safetensors(model, tmp_path / "nowhere" / "model.safetensors")
         return str(caught.value)
 
-    messages = on_simulated_ranks(body, 2)
+    messages = on_ranks(body, 2)
 
     assert messages[1] == f"SafetensorError: {messages[0]}"

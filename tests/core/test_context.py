@@ -28,6 +28,7 @@ from tests.cases.programs import (
     assert_resting,
     batch,
     check_parity,
+    check_values,
     fill,
     gathered,
     linear,
@@ -37,7 +38,7 @@ from tests.cases.programs import (
     ops_by_step,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import on_ranks
 
 
 class Tree(nn.Module):
@@ -60,7 +61,7 @@ def step(model: nn.Module, rank: int, number: int) -> None:
 
 def alone(body: Callable[[], Any]) -> Any:
     """Run something on one simulated rank."""
-    return on_simulated_ranks(lambda _rank: body(), 1)[0]
+    return on_ranks(lambda _rank: body(), 1)[0]
 
 
 def events(context: FsdpContext) -> list[tuple[str, str]]:
@@ -73,6 +74,7 @@ def events(context: FsdpContext) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------- construction
 
 
+@pytest.mark.everywhere
 def test_a_context_has_the_streams_that_its_policy_says() -> None:
     """One stream for each kind of work, or the very same object where the policy unites them."""
 
@@ -108,6 +110,7 @@ def test_a_device_that_cannot_compute_units_is_refused(device: str) -> None:
         FsdpContext(device)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     """A simulated world hides CUDA, as a machine without a GPU has none."""
@@ -160,6 +163,7 @@ def test_symmetric_memory_is_refused_by_name() -> None:
     assert str(caught.value) == "use_symmetric_memory is not built, got True; leave it False"
 
 
+@pytest.mark.everywhere
 def test_roots_and_names_are_known_from_finalize_on() -> None:
     """Before it nothing is a root, and names cannot be asked for."""
 
@@ -180,6 +184,7 @@ def test_roots_and_names_are_known_from_finalize_on() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 def test_backward_enters_outer_units_before_inner_and_last_children_first() -> None:
     """Forward is the walk of the tree; backward is not its reverse."""
 
@@ -193,6 +198,7 @@ def test_backward_enters_outer_units_before_inner_and_last_children_first() -> N
     ]
 
 
+@pytest.mark.everywhere
 def test_orders_of_several_roots_are_joined() -> None:
     """Roots forward as they were sharded, backward the other way round; names start at each."""
 
@@ -215,6 +221,7 @@ def test_orders_of_several_roots_are_joined() -> None:
     ]
 
 
+@pytest.mark.everywhere
 def test_finalize_twice_and_registration_behind_it_are_refused() -> None:
     """Construction ends once."""
 
@@ -230,6 +237,7 @@ def test_finalize_twice_and_registration_behind_it_are_refused() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 def test_a_deleted_model_leaves_an_empty_order() -> None:
     """The context holds no module; its order and roots are empty then."""
 
@@ -256,6 +264,7 @@ def test_two_roots_complete_in_one_callback() -> None:
     assert [rank[1].stats["steps"] for rank in report.results] == [2, 2]
 
 
+@pytest.mark.everywhere
 def test_a_completion_hook_needs_a_running_backward() -> None:
     """Elsewhere nobody would call it."""
 
@@ -268,6 +277,7 @@ def test_a_completion_hook_needs_a_running_backward() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 def test_a_reduction_that_nobody_would_wait_for_is_refused() -> None:
     """Outside a backward pass only a caller who manages synchronisation may reduce."""
 
@@ -284,6 +294,7 @@ def test_a_reduction_that_nobody_would_wait_for_is_refused() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 def test_a_caller_who_manages_synchronisation_waits_by_hand() -> None:
     """Units come to rest by themselves; only the wait is left to the caller."""
 
@@ -297,9 +308,10 @@ def test_a_caller_who_manages_synchronisation_waits_by_hand() -> None:
         context.finish_grad_sync()
         assert not context.has_unwaited_reductions
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_the_microbatch_flag_is_restored_even_by_exceptions() -> None:
     """Scopes nest, and each puts back what was before."""
 
@@ -321,6 +333,7 @@ def test_the_microbatch_flag_is_restored_even_by_exceptions() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 def test_a_microbatch_needs_a_finalized_context() -> None:
     """Inside the construction scope there is no microbatch."""
 
@@ -335,6 +348,7 @@ def test_a_microbatch_needs_a_finalized_context() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -358,6 +372,7 @@ def test_a_microbatch_of_another_type_is_refused(arguments: dict[str, Any], mess
     assert alone(body) == message
 
 
+@pytest.mark.everywhere
 def test_a_microbatch_around_a_forward_alone_is_refused() -> None:
     """Its backward outside would read the wrong flag."""
 
@@ -372,6 +387,7 @@ def test_a_microbatch_around_a_forward_alone_is_refused() -> None:
     alone(body)
 
 
+@pytest.mark.everywhere
 def test_a_last_microbatch_without_a_backward_completes_the_window() -> None:
     """What earlier ones reduced is brought to the optimizer even if the last used nothing."""
 
@@ -385,7 +401,7 @@ def test_a_last_microbatch_without_a_backward_completes_the_window() -> None:
         assert rows is not None
         return rows
 
-    rows = torch.cat(on_simulated_ranks(body, 2))
+    rows = torch.cat(on_ranks(body, 2))
 
     expected = fill(linear(4, 2))
     for rank in range(2):
@@ -418,6 +434,7 @@ def test_counters_count_what_was_done() -> None:
     assert first.peak_full_nbytes == 2 * 4 * 4
 
 
+@pytest.mark.everywhere
 def test_bytes_of_full_weights_are_counted_while_they_exist() -> None:
     """From a unit's gather to its end; the highest value stays."""
 
@@ -431,7 +448,7 @@ def test_bytes_of_full_weights_are_counted_while_they_exist() -> None:
         return seen
 
     # A unit has 4 fp32 weights.
-    assert on_simulated_ranks(body, 2) == [[(16, 16), (32, 32), (16, 32), (0, 32)]] * 2
+    assert on_ranks(body, 2) == [[(16, 16), (32, 32), (16, 32), (0, 32)]] * 2
 
 
 def test_without_a_budget_every_gather_is_on_demand() -> None:
@@ -464,6 +481,7 @@ def test_a_budget_counts_elements_and_may_overshoot_by_its_last_unit(
     assert names[0] == "<root> (root 0)"
 
 
+@pytest.mark.everywhere
 def test_evaluation_gathers_within_its_root_and_moves_no_cursor() -> None:
     """A forward without gradients leaves everything at rest, whatever was prefetched."""
 
@@ -477,9 +495,10 @@ def test_evaluation_gathers_within_its_root_and_moves_no_cursor() -> None:
         assert context.execution_order.position == 0
         assert context.stats.unused_prefetches == 1
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_deviation_is_warned_of_once_for_each_change_of_order() -> None:
     """The warning names step, expected and actual unit; repeating the deviation is silent."""
 
@@ -495,7 +514,7 @@ def test_a_deviation_is_warned_of_once_for_each_change_of_order() -> None:
         assert context.stats.steps == 5
         return [message for messages in seen for message in messages]
 
-    messages = on_simulated_ranks(body, 2)[0]
+    messages = on_ranks(body, 2)[0]
 
     start = "unit 'b' was expected to enter its forward next, got the forward of 'c'"
     assert [each.split("; ")[0] for each in messages] == [f"step 1: {start}", f"step 4: {start}"]
@@ -533,6 +552,7 @@ def test_a_unit_of_neighbours_gathers_the_unit_behind_them_while_the_first_runs(
     assert entered[0] < names.index("fsdp_core::unshard c") < entered[1]
 
 
+@pytest.mark.everywhere
 def test_a_module_of_a_unit_of_several_that_is_not_called_is_not_missed() -> None:
     """No warning: nothing is wasted, the unit was gathered for the others."""
 
@@ -542,7 +562,7 @@ def test_a_module_of_a_unit_of_several_that_is_not_called_is_not_missed() -> Non
             warnings.simplefilter("error")
             loss_of(model(batch(rank), calls=("a", "c")), rank).backward()
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- recorded passes
@@ -570,6 +590,7 @@ def test_a_recorded_pass_is_gathered_on_demand_and_then_ahead() -> None:
     assert stats[2].prefetches - stats[1].prefetches == stats[1].prefetches
 
 
+@pytest.mark.everywhere
 def test_a_recorded_pass_tells_the_modules_of_one_unit_apart() -> None:
     """The error names the module that was expected, and the one that was called."""
 
@@ -582,9 +603,10 @@ def test_a_recorded_pass_tells_the_modules_of_one_unit_apart() -> None:
         ):
             model(batch(rank), calls=("b", "a"))
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_recorded_pass_repeats_a_shared_unit_in_each_microbatch() -> None:
     """Each occurrence is an event of its own; three microbatches go through the pass three times."""
     calls = ("first", "second", "second")
@@ -602,7 +624,7 @@ def test_a_recorded_pass_repeats_a_shared_unit_in_each_microbatch() -> None:
             else:
                 loss.backward()
 
-    check_parity(
+    check_values(
         Training(
             lambda: fill(Row("first", "second")),
             window,
@@ -631,6 +653,7 @@ def test_what_is_gathered_ahead_stays_for_the_second_use_of_a_unit() -> None:
     assert report.results[0][1].stats["unused_prefetches"] == 0
 
 
+@pytest.mark.everywhere
 def test_recording_ends_with_the_first_completed_backward() -> None:
     """Forwards without one record on; evaluation takes no part."""
 
@@ -649,7 +672,7 @@ def test_recording_ends_with_the_first_completed_backward() -> None:
         ]
         assert context.execution_order.position == 0
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def recorded(rank: int) -> tuple[FsdpContext, nn.Module]:
@@ -659,6 +682,7 @@ def recorded(rank: int) -> tuple[FsdpContext, nn.Module]:
     return context, model
 
 
+@pytest.mark.everywhere
 def test_a_pass_unlike_the_recorded_one_is_refused_before_a_gather() -> None:
     """The error has position, expected and actual event, and the last ones before."""
 
@@ -677,9 +701,10 @@ def test_a_pass_unlike_the_recorded_one_is_refused_before_a_gather() -> None:
         assert context.stats.on_demand_gathers == on_demand
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_second_backward_in_a_recorded_pass_is_refused() -> None:
     """Two losses one after the other cannot be repeated; the error says what can."""
 
@@ -690,9 +715,10 @@ def test_a_second_backward_in_a_recorded_pass_is_refused() -> None:
         with pytest.raises(StateError, match=r"^step 2: RECORDED needs one backward call per pass"):
             loss.backward()
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_recorded_pass_that_ends_early_is_refused() -> None:
     """A pass must repeat all of the recorded one."""
 
@@ -705,9 +731,10 @@ def test_a_recorded_pass_that_ends_early_is_refused() -> None:
             loss.backward()
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_forward_that_raised_is_taken_back_from_the_recording() -> None:
     """The retried pass is what is recorded, and later passes repeat it."""
 
@@ -733,7 +760,7 @@ def test_a_forward_that_raised_is_taken_back_from_the_recording() -> None:
         return events(context)
 
     expected = [("", "forward"), ("a", "forward"), ("", "backward"), ("a", "backward")]
-    assert on_simulated_ranks(body, 1) == [expected]
+    assert on_ranks(body, 1) == [expected]
 
 
 def test_ranks_that_recorded_different_passes_all_raise_the_same_error() -> None:
@@ -758,6 +785,7 @@ def test_ranks_that_recorded_different_passes_all_raise_the_same_error() -> None
     )
 
 
+@pytest.mark.everywhere
 def test_hooks_cannot_be_left_out_under_recorded() -> None:
     """Nobody would say when such a unit runs."""
 
@@ -793,6 +821,7 @@ class Breaks(nn.Module):
             raise RuntimeError("planned")
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("order", [PrefetchOrder.REGISTRATION, PrefetchOrder.RECORDED])
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_the_step_after_a_broken_backward_has_parity(
@@ -825,9 +854,10 @@ def test_the_step_after_a_broken_backward_has_parity(
     training = Training(
         build, broken_step, ("a", "c", ""), steps=3, options={"prefetch_order": order}
     )
-    check_parity(training)
+    check_values(training)
 
 
+@pytest.mark.everywhere
 def test_parameters_without_gradients_are_listed_by_name() -> None:
     """Frozen ones are not missed."""
 
@@ -839,9 +869,10 @@ def test_parameters_without_gradients_are_listed_by_name() -> None:
         step(model, rank, 0)
         assert context.parameters_without_grad() == []
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_phases_are_resting_between_passes() -> None:
     """The public property says what a unit is doing."""
 
@@ -856,4 +887,4 @@ def test_phases_are_resting_between_passes() -> None:
         assert seen == [Phase.RESTING]
         assert a.phase is Phase.RESTING
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp_core.dbuffer import Chunk, DBuffer
@@ -22,7 +22,7 @@ from fsdp_core.layout_builder import (
     build_for_tensor_atomic,
 )
 from fsdp_core.placement import BlockAtomic, RowAtomic, TensorAtomic
-from tests.core.worlds import Body, make_mesh, on_simulated_ranks
+from tests.core.worlds import Body, device_type, make_mesh, on_ranks
 
 R, S, AVG, SUM = Replicate(), Shard(0), Partial("avg"), Partial("sum")
 SHAPES = [(5, 4), (2, 6), (3,)]
@@ -43,7 +43,7 @@ def assert_holds(buffer: DBuffer, tensors: Sequence[Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         chunk = buffer.get_tensor_chunk(index)
         rows = tensor[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
-        assert torch.equal(rows, buffer.get_tensor_view(index).cpu())
+        assert torch.equal(rows, buffer.get_tensor_view(index))
 
 
 def placement_lists(ndim: int) -> list[list[Any]]:
@@ -129,7 +129,7 @@ def refilled_storage(rank: int) -> None:
     shard.redistribute([R], out=full)
 
     wholes = make_tensors()
-    assert all(torch.equal(view.cpu(), wholes[index]) for index, view in enumerate(views))
+    assert all(torch.equal(view, wholes[index]) for index, view in enumerate(views))
     assert full.flat._version == version
     assert not full.is_released
 
@@ -190,24 +190,28 @@ def name_of(body: Any) -> str:
     return str(getattr(body, "func", body).__name__)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("body", BODIES_OF_2, ids=name_of)
-def test_on_two_simulated_ranks(body: Body) -> None:
+def test_on_two_ranks(body: Body) -> None:
     """Values are exact, and no ordering is missing."""
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("body", BODIES_OF_4, ids=name_of)
-def test_on_four_simulated_ranks(body: Body) -> None:
+def test_on_four_ranks(body: Body) -> None:
     """The same on two axes."""
-    on_simulated_ranks(body, 4)
+    on_ranks(body, 4)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("body", BODIES_OF_1, ids=name_of)
-def test_on_one_simulated_rank(body: Body) -> None:
+def test_on_one_rank(body: Body) -> None:
     """The same collectives at world size 1."""
-    on_simulated_ranks(body, 1)
+    on_ranks(body, 1)
 
 
+@pytest.mark.everywhere
 @settings(max_examples=12)  # each example is a world
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3),
@@ -221,13 +225,13 @@ def test_gathering_what_was_sharded_gives_it_back(
     tensors = [torch.arange(float(torch.Size(shape).numel())).view(shape) for shape in shapes]
 
     def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = make_mesh(world_size)
         buffer = DBuffer.distribute_tensors(tensors, mesh, [S], build(shapes, world_size))
         full = buffer.redistribute([R])
         for index, tensor in enumerate(tensors):
             assert torch.equal(full.get_tensor_view(index), tensor)
 
-    on_simulated_ranks(program, world_size)
+    on_ranks(program, world_size)
 
 
 # -- one process is enough ---------------------------------------------------------------------
@@ -236,7 +240,7 @@ def test_gathering_what_was_sharded_gives_it_back(
 @pytest.fixture
 def mesh(lone_process: None) -> DeviceMesh:
     """A mesh of this process alone."""
-    return init_device_mesh("cpu", (1,))
+    return make_mesh(1)
 
 
 def test_nothing_to_change_gives_the_buffer_itself(mesh: DeviceMesh) -> None:
@@ -415,29 +419,31 @@ def test_an_out_that_is_not_the_result_is_refused(mesh: DeviceMesh) -> None:
         )
 
 
+@pytest.mark.everywhere
 def test_a_view_outside_the_own_range_is_refused() -> None:
     """It would need communication."""
 
     def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = make_mesh(2)
         buffer = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
         with pytest.raises(ConfigError, match=r"^a view must lie inside this rank's range .+"):
             buffer.view([R])
 
-    on_simulated_ranks(program, 2)
+    on_ranks(program, 2)
 
 
+@pytest.mark.everywhere
 def test_a_view_of_part_of_a_row_is_refused() -> None:
     """A buffer for whole tensors of other shapes splits this one inside a row."""
 
     def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = make_mesh(2)
         layout = GlobalLayout(((2, 3),), (0,), 6, (0, 2))
         buffer = DBuffer.empty(mesh, [S], layout, torch.float32)
         with pytest.raises(UnsupportedError, match=r"^a view of tensor 0 needs whole rows of 3"):
             buffer.get_tensor_view(0)
 
-    on_simulated_ranks(program, 2)
+    on_ranks(program, 2)
 
 
 def test_placements_of_another_number_of_axes_are_refused(mesh: DeviceMesh) -> None:
@@ -453,22 +459,24 @@ def test_placements_of_another_number_of_axes_are_refused(mesh: DeviceMesh) -> N
     )
 
 
+@pytest.mark.everywhere
 def test_a_mesh_whose_ranks_do_not_rise_is_refused() -> None:
     """A process group orders its ranks by number, and pieces would land in other places."""
 
     def program(rank: int) -> None:
-        mesh = DeviceMesh("cpu", [1, 0])
+        mesh = DeviceMesh(device_type(), [1, 0])
         with pytest.raises(ConfigError, match=r"^ranks must rise along each axis of the mesh"):
             DBuffer.distribute_tensors(make_tensors(), mesh, [S])
 
-    on_simulated_ranks(program, 2)
+    on_ranks(program, 2)
 
 
+@pytest.mark.everywhere
 def test_a_dtensor_has_the_global_shape_and_the_true_rows() -> None:
     """16 rows lie 9 and 7; the chunk says so, where even arithmetic would say 8 and 8."""
 
     def program(rank: int) -> tuple[torch.Size, torch.Size, Chunk, Chunk]:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = make_mesh(2)
         buffer = DBuffer.distribute_tensors([torch.zeros(16, 8), torch.zeros(16)], mesh, [S])
         weight = buffer.get_dtensor(0)
         assert isinstance(weight, DTensor)
@@ -478,22 +486,23 @@ def test_a_dtensor_has_the_global_shape_and_the_true_rows() -> None:
         chunks = buffer.get_tensor_chunk(0), buffer.get_tensor_chunk(1)
         return weight.shape, weight.to_local().shape, *chunks
 
-    first, second = on_simulated_ranks(program, 2)
+    first, second = on_ranks(program, 2)
 
     shape = torch.Size([16, 8])
     assert first == (shape, torch.Size([9, 8]), Chunk((0, 0), (9, 8)), Chunk((0,), (0,)))
     assert second == (shape, torch.Size([7, 8]), Chunk((9, 0), (7, 8)), Chunk((0,), (16,)))
 
 
+@pytest.mark.everywhere
 def test_ten_rows_on_four_ranks_have_ten_rows_in_all() -> None:
     """The global shape is never guessed from a local one."""
 
     def program(rank: int) -> tuple[torch.Size, int]:
-        mesh = init_device_mesh("cpu", (4,))
+        mesh = make_mesh(4)
         dtensor = DBuffer.distribute_tensors([torch.zeros(10, 2)], mesh, [S]).get_dtensor(0)
         return dtensor.shape, len(dtensor.to_local())
 
-    results = on_simulated_ranks(program, 4)
+    results = on_ranks(program, 4)
 
     assert results == [(torch.Size([10, 2]), rows) for rows in (3, 3, 3, 1)]
 

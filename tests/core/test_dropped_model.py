@@ -2,13 +2,13 @@
 
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_core
-import fsdp_sim
+from tests.core.worlds import make_mesh, on_ranks
 
 ROWS = (fsdp_core.RowAtomic(),)
 
@@ -16,8 +16,8 @@ ROWS = (fsdp_core.RowAtomic(),)
 def dropped(_rank: int) -> list[bool]:
     """Train a step, drop the model, and say which of its objects are left, with no collection."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with fsdp_core.fully_shard_context("cpu") as context:
+    mesh = make_mesh(dist.get_world_size())
+    with fsdp_core.fully_shard_context() as context:
         for module in (*model, model):
             placements = fsdp_core.Placements((0,), ROWS, ROWS, ROWS)
             fsdp_core.fully_shard(module, mesh, placements)
@@ -28,8 +28,9 @@ def dropped(_rank: int) -> list[bool]:
     return [ref() is not None for ref in refs]
 
 
+@pytest.mark.everywhere
 def test_a_dropped_model_leaves_nothing_behind() -> None:
     """Modules, parameters and the context are free as soon as the program has no name for them."""
-    results = fsdp_sim.simulate(dropped, 2).results
+    results = on_ranks(dropped, 2)
 
     assert results == [[False] * 8] * 2

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_core
-import fsdp_sim
 from fsdp_core import (
     BlockAtomic,
     ConfigError,
@@ -31,20 +31,16 @@ from tests.cases.programs import (
     Training,
     assert_equal,
     batch,
-    check_parity,
+    check_values,
     fill,
-    gathered,
     integers,
     linear,
     local_rows,
     loss_of,
     mesh_of,
-    ops_by_step,
-    reduced,
     shard,
-    train_shards,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import device_type, on_ranks, world_size
 
 R, P, S = Replicate(), Partial("avg"), Shard(0)
 STRATEGIES: dict[str, tuple[tuple[Placement, ...], ...]] = {
@@ -67,8 +63,10 @@ def placements_of(name: str) -> Placements:
 
 
 def mesh_shape(name: str) -> tuple[int, ...]:
-    """Four ranks on as many axes as the strategy has."""
-    return (4,) if len(STRATEGIES[name][0]) == 1 else (2, 2)
+    """Four ranks, or as many as there are, on as many axes as the strategy has."""
+    size = world_size(4)
+    outer = 2 if size % 2 == 0 else 1
+    return (size,) if len(STRATEGIES[name][0]) == 1 else (outer, size // outer)
 
 
 def reference(
@@ -90,6 +88,7 @@ def reference(
 # ---------------------------------------------------------------------- strategies
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -115,11 +114,12 @@ def test_every_strategy_trains_as_the_unsharded_model(
     def build() -> nn.Module:
         return fill(nn.Sequential(linear(5, 2), linear(2, 5)))
 
-    expected = reference(build, 4, 2, microbatches)
-    for weights in on_simulated_ranks(body, 4):
+    expected = reference(build, world_size(4), 2, microbatches)
+    for weights in on_ranks(body, world_size(4)):
         assert_equal(weights, dict(expected))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("parameter", [R, S, P, BlockAtomic(2), TensorAtomic()], ids=repr)
 def test_placements_that_are_not_refused_train_as_unsharded(parameter: Placement) -> None:
     """Whatever the three roles are on one axis: refused when they are said, or the right bits."""
@@ -131,7 +131,7 @@ def test_placements_that_are_not_refused_train_as_unsharded(parameter: Placement
         except ConfigError:
             continue
         step = partial(one_step, placements=placements)
-        for weights in on_simulated_ranks(step, 2):
+        for weights in on_ranks(step, 2):
             assert_equal(weights, dict(expected))
 
 
@@ -166,6 +166,7 @@ def whole_of_unit(module: FsdpModule) -> dict[str, Tensor | None]:
     return tensors
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_last_backwards_add_up(name: str) -> None:
     """Backwards that are both flagged last, without zero_grad between, lose nothing."""
@@ -180,54 +181,64 @@ def test_two_last_backwards_add_up(name: str) -> None:
         return [full.get_tensor_view(0)]
 
     # The mean over ranks of rank + 1, twice: world + 1.
-    for (grad,) in on_simulated_ranks(body, 4):
-        assert torch.equal(grad, torch.full((2, 2), 5.0))
+    for (grad,) in on_ranks(body, world_size(4)):
+        assert torch.equal(grad, torch.full((2, 2), world_size(4) + 1.0))
 
 
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of this rank, by kind."""
+
+    KINDS = {  # noqa: RUF012 - nobody changes it
+        "_allgather_base_": "all-gather",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "allreduce_": "all-reduce",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = dict.fromkeys(self.KINDS.values(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count what is a collective, and run it."""
+        if func.namespace == "c10d":
+            self.counts[self.KINDS[func.__name__.removesuffix(".default")]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
-    ("name", "gathers", "reductions", "outer"),
+    ("name", "gathers", "scatters", "reductions"),
     [
-        ("zero_1", 1, 0, 1),
+        ("no_shard", 0, 0, 1),
+        ("zero_1", 1, 1, 0),
         ("zero_2", 1, 3, 0),
         ("zero_3", 6, 3, 0),
+        ("no_shard_2d", 0, 0, 2),
         ("hsdp", 6, 3, 1),
-        ("hfsdp", 7, 3, 1),
+        ("hfsdp", 7, 4, 0),
+        ("zero_1_outer_zero_2_inner", 2, 4, 0),
+        ("all_sharded_2d", 12, 6, 0),
     ],
 )
 def test_collectives_of_a_window_of_three_microbatches(
-    name: str, gathers: int, reductions: int, outer: int
+    name: str, gathers: int, scatters: int, reductions: int
 ) -> None:
-    """What each strategy exchanges for one unit in one step, and no more."""
+    """What each strategy exchanges for one unit in one step, by kind, and no more."""
 
-    def step(model: nn.Module, rank: int, number: int) -> None:
-        assert isinstance(model, FsdpModule)
-        for micro in range(3):
-            with fsdp_core.microbatch(model.context, is_last=micro == 2):
-                loss_of(model(batch(rank, number)), rank).backward()
+    def body(rank: int) -> dict[str, int]:
+        model = fill(linear(4, 2))
+        context = shard(model, "", mesh=mesh_shape(name), placements=placements_of(name))
+        with Collectives() as collectives:
+            for micro in range(3):
+                with fsdp_core.microbatch(context, is_last=micro == 2):
+                    loss_of(model(batch(rank)), rank).backward()
+        return collectives.counts
 
-    training = Training(
-        lambda: fill(linear(4, 2)),
-        lambda model, rank, number: (
-            step(model, rank, number)
-            if isinstance(model, FsdpModule)
-            else [loss_of(model(batch(rank, number)), rank).backward() for _ in range(3)]
-        ),
-        ("",),
-        mesh=mesh_shape(name),
-        options={"placements": placements_of(name)},
-    )
-    report = simulate(training)
-    ops = ops_by_step(report)[0]
-
-    assert len(gathered(ops)) == gathers
-    assert len(reduced(ops)) == reductions + outer
+    expected = {"all-gather": gathers, "reduce-scatter": scatters, "all-reduce": reductions}
+    assert on_ranks(body, world_size(4)) == [expected] * world_size(4)
 
 
-def simulate(training: Training) -> Any:
-    """Run a training on simulated ranks and return the report."""
-    return fsdp_sim.simulate(train_shards, training.world_size, args=(training,), trace=True)
-
-
+@pytest.mark.everywhere
 @pytest.mark.parametrize("policy", [{}, {"overlap_outer_communication": True}])
 def test_the_outer_reduction_may_have_a_stream_of_its_own(policy: dict[str, bool]) -> None:
     """The values are the same, and nothing is unordered."""
@@ -235,18 +246,19 @@ def test_the_outer_reduction_may_have_a_stream_of_its_own(policy: dict[str, bool
     def build() -> nn.Module:
         return fill(Row("a", "b"))
 
-    check_parity(
+    check_values(
         Training(
             build,
             lambda model, rank, number: loss_of(model(batch(rank, number)), rank).backward(),
             ("a", "b", ""),
             steps=2,
-            mesh=(2, 2),
+            mesh=mesh_shape("hsdp"),
             options={"runtime_policy": RuntimePolicy(**policy)},
         )
     )
 
 
+@pytest.mark.everywhere
 def test_a_divisor_divides_each_contribution_once() -> None:
     """On top of the mean, and not again what was accumulated before."""
 
@@ -261,9 +273,10 @@ def test_a_divisor_divides_each_contribution_once() -> None:
         return grad
 
     # The mean of 8 and 16 over a divisor of 4, twice.
-    assert torch.equal(torch.cat(on_simulated_ranks(body, 2)), torch.full((2, 2), 6.0))
+    assert torch.equal(torch.cat(on_ranks(body, 2)), torch.full((2, 2), 6.0))
 
 
+@pytest.mark.everywhere
 def test_experts_on_a_sub_mesh_train_as_on_one_process() -> None:
     """Two experts, each on two of four ranks, see the tokens of all; the dense layer is on all.
 
@@ -275,14 +288,14 @@ def test_experts_on_a_sub_mesh_train_as_on_one_process() -> None:
         return integers(2, 2, start=rank)
 
     def body(rank: int) -> tuple[Tensor, Tensor, int]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_dp", "ep"))
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("expert_dp", "ep"))
         expert_rank = rank % 2
         model = nn.ModuleDict({"dense": linear(), "expert": linear()})
         fill(model["dense"])
         with torch.no_grad():
             model["expert"].get_parameter("weight").copy_(integers(2, 2, start=expert_rank + 3))
         with fsdp_core.fully_shard_context():
-            fsdp_core.fully_shard(model["dense"], init_device_mesh("cpu", (4,)), SHARDED)
+            fsdp_core.fully_shard(model["dense"], mesh_of(4), SHARDED)
             fsdp_core.fully_shard(model["expert"], mesh["expert_dp"], SHARDED, grad_divisor=2)
         y = model["dense"](tokens(rank))
         # Token 0 goes to expert 0, token 1 to expert 1; both ranks of a pair exchange them.
@@ -293,7 +306,7 @@ def test_experts_on_a_sub_mesh_train_as_on_one_process() -> None:
         assert expert is not None
         return dense, expert, expert_rank
 
-    results = on_simulated_ranks(body, 4)
+    results = on_ranks(body, 4)
 
     dense = fill(linear())
     experts = [linear(), linear()]
@@ -335,6 +348,7 @@ class Exchange(torch.autograd.Function):
 # ---------------------------------------------------------------------- precision
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", ["zero_1", "zero_3", "no_shard"])
 def test_four_dtypes_are_independent(name: str) -> None:
     """Main weights, main gradients, reductions and compute each have the dtype asked for."""
@@ -348,7 +362,8 @@ def test_four_dtypes_are_independent(name: str) -> None:
     def body(rank: int) -> list[Any]:
         model = fill(linear(4, 2))
         seen: list[torch.dtype] = []
-        shard(model, "", mesh=(4,), placements=placements_of(name), mixed_precision_policy=policy)
+        mesh, placements = mesh_shape(name), placements_of(name)
+        shard(model, "", mesh=mesh, placements=placements, mixed_precision_policy=policy)
         model.register_forward_hook(lambda _m, _a, y: seen.append(y.dtype))
         loss_of(model(batch(rank).bfloat16()).float(), rank).backward()
         weight = dict(model.named_parameters())["weight"]
@@ -357,9 +372,10 @@ def test_four_dtypes_are_independent(name: str) -> None:
         return [weight.dtype, weight.grad.dtype, *seen]
 
     expected = [torch.float64, torch.float32, torch.bfloat16]
-    assert on_simulated_ranks(body, 4) == [expected] * 4
+    assert on_ranks(body, world_size(4)) == [expected] * world_size(4)
 
 
+@pytest.mark.everywhere
 def test_compute_weights_follow_main_weights_that_were_written_in_place() -> None:
     """Whoever writes them, the next forward sees it, also where weights are kept whole."""
 
@@ -377,7 +393,7 @@ def test_compute_weights_follow_main_weights_that_were_written_in_place() -> Non
                 seen.append(model(torch.ones(1, 2).bfloat16()).sum().item())
         return seen
 
-    assert on_simulated_ranks(body, 2) == [[12.0] * 3] * 2
+    assert on_ranks(body, 2) == [[12.0] * 3] * 2
 
 
 # ---------------------------------------------------------------------- refusals
@@ -392,9 +408,10 @@ def refused(call: Callable[[], Any], error: type[Exception], message: str) -> No
 
 def on_one(body: Callable[[], None]) -> None:
     """Run something on one simulated rank."""
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
+@pytest.mark.everywhere
 def test_sharding_outside_a_scope_is_refused() -> None:
     """There is no context to belong to."""
     on_one(
@@ -407,6 +424,7 @@ def test_sharding_outside_a_scope_is_refused() -> None:
     )
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -444,6 +462,7 @@ def test_parameters_that_cannot_be_sharded_are_refused(
     on_one(body)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("divisor", [0, -1, float("nan"), float("inf"), True, "2"])
 def test_a_divisor_that_is_no_positive_number_is_refused(divisor: Any) -> None:
     """Before any buffer is built."""
@@ -459,6 +478,7 @@ def test_a_divisor_that_is_no_positive_number_is_refused(divisor: Any) -> None:
     on_one(body)
 
 
+@pytest.mark.everywhere
 def test_a_failed_child_leaves_its_parameters_to_the_parent() -> None:
     """Nothing of the failed call remains: the parent owns everything and trains."""
 
@@ -476,9 +496,10 @@ def test_a_failed_child_leaves_its_parameters_to_the_parent() -> None:
         loss_of(model(batch(rank)), rank).backward()
         assert context.stats.reductions == 1
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_module_that_is_a_unit_already_is_refused() -> None:
     """It stays the unit that the first call made."""
 
@@ -497,6 +518,7 @@ def test_a_module_that_is_a_unit_already_is_refused() -> None:
     on_one(body)
 
 
+@pytest.mark.everywhere
 def test_a_module_below_a_unit_of_another_context_is_refused() -> None:
     """The error speaks of contexts: to change the order of the calls would not help."""
 
@@ -515,6 +537,7 @@ def test_a_module_below_a_unit_of_another_context_is_refused() -> None:
     on_one(body)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -554,6 +577,7 @@ def test_no_tensor_of_integers_can_require_a_gradient() -> None:
         weight.data = counts.data
 
 
+@pytest.mark.everywhere
 def test_a_mesh_of_another_device_type_is_refused() -> None:
     """The context computes on one device type."""
 
@@ -571,6 +595,7 @@ def test_a_mesh_of_another_device_type_is_refused() -> None:
     on_one(body)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", ["use_symmetric_memory", "unify_communication_stream"])
 def test_keywords_of_the_earlier_interface_name_their_successor(name: str) -> None:
     """They are refused, not ignored."""
@@ -586,6 +611,7 @@ def test_keywords_of_the_earlier_interface_name_their_successor(name: str) -> No
     on_one(body)
 
 
+@pytest.mark.everywhere
 def test_an_unknown_keyword_is_a_type_error() -> None:
     """As of any function."""
 
@@ -600,6 +626,7 @@ def test_an_unknown_keyword_is_a_type_error() -> None:
     on_one(body)
 
 
+@pytest.mark.everywhere
 def test_what_is_no_module_is_refused() -> None:
     """A list of names is none; an empty one has nothing to shard."""
 
@@ -613,6 +640,7 @@ def test_what_is_no_module_is_refused() -> None:
     on_one(body)
 
 
+@pytest.mark.everywhere
 def test_a_module_with_a_name_that_is_added_is_refused() -> None:
     """A property would hide the module's own attribute."""
 
@@ -634,6 +662,7 @@ def test_a_module_with_a_name_that_is_added_is_refused() -> None:
 WHOLE_TENSORS = Placements((0,), *((TensorAtomic(),),) * 3)
 
 
+@pytest.mark.everywhere
 def test_whole_tensors_train_on_their_owners() -> None:
     """Each rank holds the tensors that the map gives it, and nothing of the others."""
 
@@ -648,7 +677,7 @@ def test_whole_tensors_train_on_their_owners() -> None:
         rows = local_rows(model).values()
         return [tuple(each.shape) for each in rows if each is not None], whole_by_name(model)
 
-    (first, weights), (second, _) = on_simulated_ranks(body, 2)
+    (first, weights), (second, _) = on_ranks(body, 2)
 
     def build() -> nn.Module:
         return fill(nn.Sequential(linear(3, 2), linear(2, 3)))
@@ -658,6 +687,7 @@ def test_whole_tensors_train_on_their_owners() -> None:
     assert_equal(weights, dict(reference(build, 2, 1, 1)))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("owner", "message"),
     [
@@ -687,7 +717,7 @@ def test_a_wrong_owner_map_is_the_same_error_on_every_rank(owner: Any, message: 
         assert type(model) is nn.Linear
         return str(caught.value)
 
-    first, second = on_simulated_ranks(body, 2)
+    first, second = on_ranks(body, 2)
 
     assert first == second
     assert message in first

@@ -14,7 +14,7 @@ from fsdp_core.dbuffer import DBuffer
 from fsdp_core.errors import StateError
 from fsdp_core.gather_scatter import gather_to_owners, scatter_from_owners
 from fsdp_core.owner_planning import OwnerPlan, assign_owners, list_holders, plan_owner
-from tests.core.worlds import make_mesh, on_simulated_ranks
+from tests.core.worlds import make_mesh, need_point_to_point, on_ranks
 
 SHAPES = [(6, 4), (4, 4), (3,), (5, 1, 2)]
 MATRICES = [0, 1, 3]
@@ -51,7 +51,7 @@ def gathers_and_scatters(rank: int) -> None:
 
     wholes = gather_to_owners(plan, rows_of(buffer))
     assert tuple(wholes) == plan.owned
-    assert all(torch.equal(whole.cpu(), make_tensors()[index]) for index, whole in wholes.items())
+    assert all(torch.equal(whole, make_tensors()[index]) for index, whole in wholes.items())
 
     bits = buffer.flat.view(torch.int32)  # padding is not initialised, and may be NaN
     before = bits.clone()
@@ -63,13 +63,15 @@ def gathers_and_scatters(rank: int) -> None:
         chunk = buffer.get_tensor_chunk(index)
         rows = tensor[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
         factor = 2 if index in MATRICES else 1
-        assert torch.equal(buffer.get_tensor_view(index).cpu(), factor * rows)
+        assert torch.equal(buffer.get_tensor_view(index), factor * rows)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_on_simulated_ranks(world_size: int) -> None:
+def test_what_is_gathered_and_scattered_is_the_same(world_size: int) -> None:
     """Also where some ranks hold nothing."""
-    on_simulated_ranks(gathers_and_scatters, world_size)
+    need_point_to_point()
+    on_ranks(gathers_and_scatters, world_size)
 
 
 @pytest.mark.parametrize(("waits", "found"), [(True, []), (False, ["Race"])])
@@ -93,6 +95,7 @@ def test_on_a_side_stream_the_caller_waits(waits: bool, found: list[str]) -> Non
     assert sorted({finding.kind for finding in report.findings}) == found
 
 
+@pytest.mark.everywhere
 def test_a_rank_with_nothing_to_send_makes_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that are whole on their owner take no message."""
 
@@ -102,7 +105,7 @@ def test_a_rank_with_nothing_to_send_makes_no_call(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dist, "batch_isend_irecv", refuse)
 
-    on_simulated_ranks(gathers_and_scatters, 1)
+    on_ranks(gathers_and_scatters, 1)
 
 
 @pytest.mark.parametrize(

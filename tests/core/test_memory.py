@@ -23,7 +23,7 @@ from tests.cases.programs import (
     loss_of,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import on_ranks
 
 R, P, S = Replicate(), Partial("avg"), Shard(0)
 ZERO_1 = Placements((0,), (R,), (P,), (S,))
@@ -49,6 +49,7 @@ def storages(group: ParameterGroup) -> dict[int, int]:
     return found
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("placements", "compute", "nbytes"),
     [
@@ -74,7 +75,7 @@ def test_what_stays_between_passes(
         assert_resting(model)
         return sorted(storages(group_of(model)).values())
 
-    assert on_simulated_ranks(body, 2) == [nbytes] * 2
+    assert on_ranks(body, 2) == [nbytes] * 2
 
 
 def gradient_nbytes(model: nn.Module) -> int:
@@ -89,6 +90,7 @@ def gradient_of(model: nn.Module) -> DTensor:
     return gradient
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("placements", [ZERO_1, ZERO_2, ZERO_3])
 def test_dropped_gradients_have_no_memory_through_a_forward(placements: Placements) -> None:
     """They get it with the first reduction, and lose it to the next training forward."""
@@ -104,9 +106,10 @@ def test_dropped_gradients_have_no_memory_through_a_forward(placements: Placemen
             model.zero_grad()
         return has_memory
 
-    assert on_simulated_ranks(body, 2) == [[False, False, True, False, True]] * 2
+    assert on_ranks(body, 2) == [[False, False, True, False, True]] * 2
 
 
+@pytest.mark.everywhere
 def test_gradients_to_add_to_keep_their_memory() -> None:
     """A second backward without zero_grad doubles them."""
 
@@ -117,9 +120,10 @@ def test_gradients_to_add_to_keep_their_memory() -> None:
         loss_of(model(batch(rank)), rank).backward()
         assert torch.equal(gradient_of(model).to_local(), 2 * first)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("held", [lambda grad: grad, lambda grad: grad.to_local()[1:]])
 def test_a_gradient_that_somebody_holds_keeps_its_memory(held: Callable[[DTensor], Tensor]) -> None:
     """Also a view of one; its values are intact after zero_grad and a forward."""
@@ -137,9 +141,10 @@ def test_a_gradient_that_somebody_holds_keeps_its_memory(held: Callable[[DTensor
         model(batch(rank))
         assert gradient_nbytes(model) == 0
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_an_evaluation_takes_no_memory_from_gradients() -> None:
     """Dropped or not: a reduction may follow without a forward."""
 
@@ -151,9 +156,10 @@ def test_an_evaluation_takes_no_memory_from_gradients() -> None:
             model(batch(rank))
         assert gradient_nbytes(model) > 0
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_views_of_released_weights_come_back_to_life() -> None:
     """What autograd saved, also views that are no leaves, sees the regathered weights."""
 
@@ -176,7 +182,7 @@ def test_views_of_released_weights_come_back_to_life() -> None:
         loss.backward()
         assert flat.untyped_storage().nbytes() == 0
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 def peak_full_buffers(policy: RuntimePolicy) -> float:
@@ -222,6 +228,7 @@ def test_backward_has_three_full_buffers_at_most(*, overlap: bool) -> None:
     assert 3.0 <= peak_full_buffers(policy) < 3.2
 
 
+@pytest.mark.everywhere
 def test_forward_has_the_current_and_the_prefetched_unit_at_most() -> None:
     """Whatever the number of layers."""
 
@@ -235,7 +242,7 @@ def test_forward_has_the_current_and_the_prefetched_unit_at_most() -> None:
             seen.append(context.stats.peak_full_nbytes)
         return seen
 
-    assert on_simulated_ranks(body, 2) == [[2 * 16] * 3] * 2
+    assert on_ranks(body, 2) == [[2 * 16] * 3] * 2
 
 
 LAYERS = 16
@@ -273,6 +280,7 @@ def test_each_stage_of_sixteen_layers_peaks_below_the_one_before() -> None:
     assert len(set(peaks)) == len(peaks)
 
 
+@pytest.mark.everywhere
 def test_an_optimizer_has_no_more_state_than_shards_of_it() -> None:
     """Adam has two tensors like each shard, beside counters of one element."""
 
@@ -286,4 +294,4 @@ def test_an_optimizer_has_no_more_state_than_shards_of_it() -> None:
         return sorted(value.untyped_storage().nbytes() for value in values)
 
     # 8 rows of 2 over 2 ranks in fp32.
-    assert on_simulated_ranks(body, 2) == [[4, 32, 32]] * 2
+    assert on_ranks(body, 2) == [[4, 32, 32]] * 2

@@ -26,6 +26,7 @@ from tests.cases.programs import (
     assert_resting,
     batch,
     check_parity,
+    check_values,
     entered,
     fill,
     gathered,
@@ -37,7 +38,7 @@ from tests.cases.programs import (
     reduced,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import on_ranks
 
 MANAGED: dict[str, Any] = {"runtime_policy": RuntimePolicy(caller_managed_grad_sync=True)}
 
@@ -86,10 +87,11 @@ class Repeats(nn.Module):
         return torch.remainder(checkpoint(layer, x, use_reentrant=self.mode == "reentrant"), 3.0)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
 def test_a_repeated_module_trains_as_unsharded(mode: str, *, wrapped: bool) -> None:
-    """Used twice, once and three times in two microbatches each: one reduction a microbatch."""
+    """Used twice, once and three times in two microbatches each: three reductions a microbatch."""
 
     def uses_step(model: nn.Module, rank: int, number: int) -> None:
         inner = model.get_submodule("inner") if wrapped else model
@@ -106,10 +108,8 @@ def test_a_repeated_module_trains_as_unsharded(mode: str, *, wrapped: bool) -> N
 
     prefix = "inner." if wrapped else ""
     names = [prefix + each for each in ("first", "shared", "last")]
-    report = check_parity(Training(build, uses_step, (*names, ""), steps=3, rests=True))
-
-    for ops in ops_by_step(report):
-        assert sorted(reduced(ops)) == sorted(names * 2)
+    for steps in check_values(Training(build, uses_step, (*names, ""), steps=3, rests=True)):
+        assert [each.stats["reductions"] for each in steps] == [6, 12, 18]
 
 
 class Wrap(nn.Module):
@@ -125,6 +125,7 @@ class Wrap(nn.Module):
         return out
 
 
+@pytest.mark.everywhere
 def test_a_unit_entered_from_inside_its_own_forward_is_refused() -> None:
     """The error names the unit and both phases; the unit rests behind it."""
 
@@ -148,7 +149,7 @@ def test_a_unit_entered_from_inside_its_own_forward_is_refused() -> None:
         model(batch(rank), 0).sum().backward()
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- several modules
@@ -164,6 +165,7 @@ def test_a_unit_of_several_modules_is_gathered_once_for_all_of_them() -> None:
         assert reduced(ops) == ["c", "a+b"]
 
 
+@pytest.mark.everywhere
 def test_a_unit_of_several_modules_of_which_some_run_rests_when_the_root_ends() -> None:
     """Nobody waits for the others for ever."""
 
@@ -173,7 +175,7 @@ def test_a_unit_of_several_modules_of_which_some_run_rests_when_the_root_ends() 
             model(batch(rank), calls=("a", "c"))
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- declared counts
@@ -184,6 +186,7 @@ def declared(count: int) -> dict[str, Any]:
     return {"schedule_policy": SchedulePolicy(grad_accumulation_count=count)}
 
 
+@pytest.mark.everywhere
 def test_a_declared_count_reduces_when_that_many_gradients_have_come() -> None:
     """Over several backward passes; the sum of all is reduced once."""
 
@@ -200,7 +203,7 @@ def test_a_declared_count_reduces_when_that_many_gradients_have_come() -> None:
         assert unit(model).phase is Phase.RESTING
         assert not unit(model).fsdp_unit.is_unsharded
 
-    results = on_simulated_ranks(body, 2)
+    results = on_ranks(body, 2)
 
     expected = fill(linear())
     for rank in range(2):
@@ -210,6 +213,7 @@ def test_a_declared_count_reduces_when_that_many_gradients_have_come() -> None:
     assert_mean(put_together([grads for _, grads in results])["weight"], expected)
 
 
+@pytest.mark.everywhere
 def test_a_partly_filled_window_cannot_be_used() -> None:
     """The optimizer is refused, with how many gradients have come."""
 
@@ -225,9 +229,10 @@ def test_a_partly_filled_window_cannot_be_used() -> None:
         step(model, rank, 1)
         optimizer.step()
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_count_on_a_unit_without_trainable_parameters_is_refused() -> None:
     """It could never be reached."""
 
@@ -235,7 +240,7 @@ def test_a_count_on_a_unit_without_trainable_parameters_is_refused() -> None:
         with pytest.raises(ValueError, match=r"^grad_accumulation_count needs a trainable param"):
             shard(Row("a").requires_grad_(requires_grad=False), "", mesh=(1,), **declared(1))
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
 # ---------------------------------------------------------------------- delayed weight gradients
@@ -287,6 +292,7 @@ class InputGradientOnly(torch.autograd.Function):
         return grads[0] @ weight, None, None
 
 
+@pytest.mark.everywhere
 def test_a_delayed_gradient_completes_its_unit_when_it_comes() -> None:
     """The unit stays in BACKWARD behind autograd's pass; its weights are freed all the same."""
 
@@ -308,7 +314,7 @@ def test_a_delayed_gradient_completes_its_unit_when_it_comes() -> None:
         optimizer.step()
         return phases, full_nbytes, local_rows(model)
 
-    results = on_simulated_ranks(body, 2)
+    results = on_ranks(body, 2)
 
     expected = fill(nn.Sequential(linear(), linear()))
     optimizer = torch.optim.SGD(expected.parameters(), lr=1.0)
@@ -323,6 +329,7 @@ def test_a_delayed_gradient_completes_its_unit_when_it_comes() -> None:
         assert torch.equal(got, parameter)
 
 
+@pytest.mark.everywhere
 def test_a_delayed_gradient_behind_the_pass_needs_a_caller_who_waits() -> None:
     """Without one the reduction would be waited for by nobody."""
 
@@ -333,9 +340,10 @@ def test_a_delayed_gradient_behind_the_pass_needs_a_caller_who_waits() -> None:
         with pytest.raises(StateError, match=r"^a reduction must be issued inside a backward pass"):
             model.backward_dw()
 
-    on_simulated_ranks(body, 1)
+    on_ranks(body, 1)
 
 
+@pytest.mark.everywhere
 def test_a_forward_before_the_delayed_gradient_is_refused() -> None:
     """The unit is not at rest yet; the error names it and both phases."""
 
@@ -345,9 +353,10 @@ def test_a_forward_before_the_delayed_gradient_is_refused() -> None:
         with pytest.raises(StateError, match=r"got BACKWARD to FORWARD for '<root>'"):
             model(batch(rank))
 
-    on_simulated_ranks(body, 1)
+    on_ranks(body, 1)
 
 
+@pytest.mark.everywhere
 def test_tied_and_delayed_parameters_are_refused() -> None:
     """Nobody would add their gradients up."""
 
@@ -357,7 +366,7 @@ def test_tied_and_delayed_parameters_are_refused() -> None:
         with pytest.raises(ValueError, match=r"^a parameter with a delayed gradient must have one"):
             shard(model, "", mesh=(1,))
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
 # ---------------------------------------------------------------------- driven by hand
@@ -365,6 +374,7 @@ def test_tied_and_delayed_parameters_are_refused() -> None:
 BY_HAND: dict[str, Any] = {"schedule_policy": SchedulePolicy(register_hooks=False)}
 
 
+@pytest.mark.everywhere
 def test_interleaved_microbatches_of_a_hand_driven_unit_have_parity() -> None:
     """Forward of one and backward of another between unshards and reshards that are counted."""
 
@@ -388,7 +398,7 @@ def test_interleaved_microbatches_of_a_hand_driven_unit_have_parity() -> None:
         assert_resting(model)
         return context.stats.reductions, local_rows(model, grads=True)
 
-    results = on_simulated_ranks(body, 2)
+    results = on_ranks(body, 2)
 
     expected = fill(linear())
     for rank in range(2):
@@ -398,6 +408,7 @@ def test_interleaved_microbatches_of_a_hand_driven_unit_have_parity() -> None:
     assert_mean(put_together([grads for _, grads in results])["weight"], expected)
 
 
+@pytest.mark.everywhere
 def test_unshard_and_reshard_are_idempotent() -> None:
     """A second gather is not issued, and a second release is no error."""
 
@@ -413,9 +424,10 @@ def test_unshard_and_reshard_are_idempotent() -> None:
         assert isinstance(model.weight, DTensor)
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_recursive_verbs_reach_every_unit_of_the_tree() -> None:
     """From the root down, each once."""
 
@@ -426,9 +438,10 @@ def test_recursive_verbs_reach_every_unit_of_the_tree() -> None:
         unit(model).reshard(recurse=True)
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_unshard_may_prefetch_in_either_direction() -> None:
     """The unit that follows in the order is gathered early."""
 
@@ -441,9 +454,10 @@ def test_unshard_may_prefetch_in_either_direction() -> None:
         assert context.stats.prefetches == 2
         unit(model).reshard(recurse=True)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_resharding_a_unit_that_runs_is_refused() -> None:
     """By hand, inside its own forward: the error names the phase."""
 
@@ -462,9 +476,10 @@ def test_resharding_a_unit_that_runs_is_refused() -> None:
         handle.remove()
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_callback_is_called_once_for_each_backward_of_its_unit() -> None:
     """With the module, behind its reduction; also for a unit without hooks or parameters."""
 
@@ -485,7 +500,7 @@ def test_a_callback_is_called_once_for_each_backward_of_its_unit() -> None:
         assert sorted(seen) == ["a", "empty"]
         assert context.stats.reductions == 1
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
 # ---------------------------------------------------------------------- annotations
@@ -562,6 +577,7 @@ def test_weights_may_be_kept_from_forward_to_backward() -> None:
         assert gathered(ops) == ["a", "b"]
 
 
+@pytest.mark.everywhere
 def test_a_moved_model_keeps_its_shards() -> None:
     """`model.to` of the same device changes nothing; another dtype is refused by name."""
 
@@ -574,9 +590,10 @@ def test_a_moved_model_keeps_its_shards() -> None:
             model.half()
         step(model, rank, 0)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_state_dicts_hold_shards_whatever_ran() -> None:
     """Also while weights are kept for backward; the pass goes on behind it."""
 
@@ -589,4 +606,4 @@ def test_state_dicts_hold_shards_whatever_ran() -> None:
         loss.backward()
         assert_resting(model)
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)

@@ -22,7 +22,7 @@ from tests.cases.programs import (
     put_together,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import need_point_to_point, on_ranks, unsharded
 
 R, P, S = Replicate(), Partial("avg"), Shard(0)
 HFSDP = Placements((0, 1), (R, S), (P, S), (S, S))
@@ -54,6 +54,7 @@ def reference(world_size: int, steps: int) -> dict[str, Tensor | None]:
     return {name: each.detach() for name, each in model.named_parameters()}
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("mesh", "placements"),
     [
@@ -70,6 +71,7 @@ def test_every_layout_gives_the_bits_of_one_process(
     mesh: tuple[int, ...], placements: Placements
 ) -> None:
     """Rows on one rank, on several, on replicas: two steps with momentum and decay."""
+    need_point_to_point()
     world_size = torch.Size(mesh).numel()
 
     def body(rank: int) -> dict[str, Tensor | None]:
@@ -82,8 +84,9 @@ def test_every_layout_gives_the_bits_of_one_process(
             optimizer.zero_grad()
         return whole(model)
 
-    for weights in on_simulated_ranks(body, world_size):
-        assert_equal(weights, reference(world_size, 2))
+    expected = unsharded(lambda: reference(world_size, 2))
+    for weights in on_ranks(body, world_size):
+        assert_equal(weights, expected)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor | None]:
@@ -99,8 +102,10 @@ def whole(model: nn.Module) -> dict[str, Tensor | None]:
     return dict(sorted(tensors.items()))
 
 
+@pytest.mark.everywhere
 def test_whole_tensors_are_computed_where_they_lie() -> None:
     """With TensorAtomic storage nothing is exchanged in a step."""
+    need_point_to_point()
 
     def body(rank: int) -> dict[str, Tensor | None]:
         model = build()
@@ -111,10 +116,12 @@ def test_whole_tensors_are_computed_where_they_lie() -> None:
         optimizer.step()
         return whole(model)
 
-    for weights in on_simulated_ranks(body, 2):
-        assert_equal(weights, reference(2, 1))
+    expected = unsharded(lambda: reference(2, 1))
+    for weights in on_ranks(body, 2):
+        assert_equal(weights, expected)
 
 
+@pytest.mark.everywhere
 def test_each_matrix_is_computed_by_one_rank_that_holds_part_of_it() -> None:
     """The same owners on every rank, chosen by cost; the given cost is asked for each shape."""
     asked: list[tuple[int, ...]] = []
@@ -129,15 +136,17 @@ def test_each_matrix_is_computed_by_one_rank_that_holds_part_of_it() -> None:
         optimizer = fsdp_core.FsdpMuon(model.parameters(), cost=cost, **OPTIONS)
         return [buffer.owners for buffer in optimizer.buffers]
 
-    results = on_simulated_ranks(body, 4)
+    results = on_ranks(body, 4)
 
     assert all(owners == results[0] for owners in results)
     assert sorted(results[0][0]) == [0, 1, 2]
     assert set(asked) == {(5, 4), (1, 5), (4, 1)}
 
 
+@pytest.mark.everywhere
 def test_momentum_stays_sharded() -> None:
     """State is keyed by the sharded parameters and holds DTensors of their shapes."""
+    need_point_to_point()
 
     def body(rank: int) -> None:
         model = build()
@@ -152,11 +161,13 @@ def test_momentum_stays_sharded() -> None:
             assert momentum.shape == parameter.shape
             assert momentum.to_local().shape == parameter.to_local().shape
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_matrices_without_gradients_are_left_alone() -> None:
     """A unit that no rank used is not stepped, the others are."""
+    need_point_to_point()
 
     def body(rank: int) -> dict[str, Tensor | None]:
         model = build()
@@ -166,17 +177,19 @@ def test_matrices_without_gradients_are_left_alone() -> None:
         optimizer.step()
         return local_rows(model)
 
-    weights = put_together(on_simulated_ranks(body, 2))
+    def expected() -> dict[str, Tensor | None]:
+        model = build()
+        optimizer = torch.optim.Muon(model.parameters(), **OPTIONS)
+        for rank in range(2):
+            y = model.get_submodule("2")(integers(2, 1, start=rank))
+            (loss_of(y, rank) / 2).backward()
+        optimizer.step()
+        return local_rows(model)
 
-    expected = build()
-    optimizer = torch.optim.Muon(expected.parameters(), **OPTIONS)
-    for rank in range(2):
-        y = expected.get_submodule("2")(integers(2, 1, start=rank))
-        (loss_of(y, rank) / 2).backward()
-    optimizer.step()
-    assert_equal(weights, dict(expected.named_parameters()))
+    assert_equal(put_together(on_ranks(body, 2)), unsharded(expected))
 
 
+@pytest.mark.everywhere
 def test_what_cannot_be_computed_is_refused() -> None:
     """Vectors, parameters of no unit, closures."""
 
@@ -191,4 +204,4 @@ def test_what_cannot_be_computed_is_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"^step must be called without a closure"):
             optimizer.step(lambda: 0.0)
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)

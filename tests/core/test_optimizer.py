@@ -25,7 +25,7 @@ from tests.cases.programs import (
     put_together,
     shard,
 )
-from tests.core.worlds import on_simulated_ranks
+from tests.core.worlds import device_type, on_ranks, unsharded, world_size
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -72,7 +72,7 @@ def train(
     steps: int = 3,
     **options: Any,
 ) -> None:
-    """Train sharded on two ranks and unsharded by the same body, and compare all weights.
+    """Train sharded and unsharded by the same body, and compare all weights.
 
     Args:
         make: makes the optimizer from what `parts` gives.
@@ -83,27 +83,30 @@ def train(
 
     def sharded(rank: int) -> dict[str, Tensor | None]:
         model = build()
-        shard(model, "0", "1", **options)
+        shard(model, "0", "1", mesh=(world_size(2),), **options)
         optimizer = fsdp_core.fully_shard_optimizer(make(parts(model)))
         for number in range(steps):
             optimizer = body(model, optimizer, rank, number)
         return local_rows(model)
 
-    model = build()
-    optimizer = make(parts(model))
-    for number in range(steps):
-        optimizer = body(model, optimizer, -1, number)
-    expected = dict(model.named_parameters())
-    assert_equal(put_together(on_simulated_ranks(sharded, 2)), dict(expected))
+    def whole() -> dict[str, Tensor | None]:
+        model = build()
+        optimizer = make(parts(model))
+        for number in range(steps):
+            optimizer = body(model, optimizer, -1, number)
+        return local_rows(model)
+
+    ranks = world_size(2)
+    assert_equal(put_together(on_ranks(sharded, ranks), (ranks,)), unsharded(whole))
 
 
 def backwards(model: nn.Module, rank: int, number: int) -> None:
-    """One rank's backward, or those of both, averaged."""
+    """One rank's backward, or those of all, averaged."""
     if rank >= 0:
         step(model, rank, number)
         return
-    for each in range(2):
-        (loss_of(model(batch(each, number)), each) / 2).backward()
+    for each in range(world_size(2)):
+        (loss_of(model(batch(each, number)), each) / world_size(2)).backward()
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
@@ -114,18 +117,21 @@ def plain_step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -
     return optimizer
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_elementwise_optimizer_gives_the_bits_of_the_unsharded_one(name: str) -> None:
     """Two groups with other learning rates, uneven and empty shards, three steps."""
     train(OPTIMIZERS[name], plain_step)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", ["SGD foreach", "AdamW foreach", "Adagrad"])
 def test_whole_weights_follow_updates_that_move_no_version_counter(name: str) -> None:
     """Under ZeRO-1 the weights are gathered once a step, also behind fused and foreach updates."""
     train(OPTIMIZERS[name], plain_step, placements=ZERO_1)
 
 
+@pytest.mark.everywhere
 def test_a_scheduler_made_behind_the_adapter_drives_the_learning_rate() -> None:
     """PyTorch's schedulers wrap `step`; the groups they write are the ones that are stepped."""
 
@@ -139,6 +145,7 @@ def test_a_scheduler_made_behind_the_adapter_drives_the_learning_rate() -> None:
     train(OPTIMIZERS["AdamW"], body)
 
 
+@pytest.mark.everywhere
 def test_a_parameter_without_gradient_is_skipped_alone() -> None:
     """Dropping one parameter's gradient splits its run; states go on from where they were."""
 
@@ -158,6 +165,7 @@ def joined(groups: Iterable[dict[str, Any]]) -> list[nn.Parameter]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
+@pytest.mark.everywhere
 def test_a_gradient_that_was_replaced_is_the_one_that_counts() -> None:
     """Whoever assigns another tensor means it."""
 
@@ -173,6 +181,7 @@ def test_a_gradient_that_was_replaced_is_the_one_that_counts() -> None:
     train(OPTIMIZERS["SGD"], body)
 
 
+@pytest.mark.everywhere
 def test_states_survive_a_round_trip_into_a_new_optimizer() -> None:
     """Loading replaces the whole state; the next step goes on from it."""
 
@@ -188,6 +197,7 @@ def test_states_survive_a_round_trip_into_a_new_optimizer() -> None:
     train(OPTIMIZERS["AdamW"], body)
 
 
+@pytest.mark.everywhere
 def test_groups_may_be_added_later() -> None:
     """Parameters of a new group are stepped from then on."""
 
@@ -199,6 +209,7 @@ def test_groups_may_be_added_later() -> None:
     train(lambda p: torch.optim.AdamW(joined(p)[0::2][:1] + joined(p)[2:3], lr=0.1), body)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("precision_aware", [True, False])
 def test_gradients_of_another_dtype_are_cast_or_handed_on(*, precision_aware: bool) -> None:
     """An optimizer that is not aware of precisions gets gradients of the weights' dtype."""
@@ -218,13 +229,14 @@ def test_gradients_of_another_dtype_are_cast_or_handed_on(*, precision_aware: bo
         optimizer.step()
         return seen
 
-    (seen, _) = on_simulated_ranks(body, 2)
+    (seen, _) = on_ranks(body, 2)
     assert torch.bfloat16 in seen or not precision_aware
 
 
 # ---------------------------------------------------------------------- what users see
 
 
+@pytest.mark.everywhere
 def test_at_rest_groups_and_state_hold_sharded_parameters() -> None:
     """Before, between and behind steps: DTensors of the global shape; scalars as they are."""
 
@@ -250,9 +262,10 @@ def test_at_rest_groups_and_state_hold_sharded_parameters() -> None:
             assert state["step"].item() == 2
         assert all(shown[0][key] is shown[1][key] for key in shown[0])
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
     """Groups and state are put back, and the next step has parity."""
 
@@ -269,7 +282,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
             return super().step(closure)
 
     def body(rank: int) -> dict[str, Tensor | None]:
-        shard(model := fill(linear()), "")
+        shard(model := fill(linear()), "", mesh=(world_size(2),))
         optimizer = Fails(model.parameters(), lr=1.0)
         fsdp_core.fully_shard_optimizer(optimizer, elementwise=True)
         held = optimizer.param_groups[0]["params"]
@@ -280,12 +293,22 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
         optimizer.step()
         return local_rows(model)
 
-    expected = fill(linear())
-    backwards(expected, -1, 0)
-    torch.optim.SGD(expected.parameters(), lr=1.0).step()
-    assert_equal(put_together(on_simulated_ranks(body, 2)), dict(expected.named_parameters()))
+    check_one_step(on_ranks(body, world_size(2)), 0)
 
 
+def check_one_step(ranks: list[dict[str, Tensor | None]], number: int) -> None:
+    """Check the rows of one layer against an unsharded step of SGD on the batches of `number`."""
+
+    def whole() -> dict[str, Tensor | None]:
+        model = fill(linear())
+        backwards(model, -1, number)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        return local_rows(model)
+
+    assert_equal(put_together(ranks, (len(ranks),)), unsharded(whole))
+
+
+@pytest.mark.everywhere
 def test_a_gradient_of_other_rows_is_refused_and_leaves_everything_as_it_was() -> None:
     """PyTorch lets a user assign the whole gradient; the step names the rows that it must have."""
 
@@ -305,17 +328,18 @@ def test_a_gradient_of_other_rows_is_refused_and_leaves_everything_as_it_was() -
         "the gradient of parameter 'weight' must be the rows that this rank holds, (1, 2), "
         "got (2, 2); assign a DTensor like the parameter"
     )
-    assert on_simulated_ranks(body, 2) == [message] * 2
+    assert on_ranks(body, 2) == [message] * 2
 
 
+@pytest.mark.everywhere
 def test_units_that_did_not_run_are_not_stepped() -> None:
     """No gradient, no state, no weight decay: as PyTorch does without sharding."""
 
     def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
-        ranks = (rank,) if rank >= 0 else (0, 1)
+        ranks = (rank,) if rank >= 0 else range(world_size(2))
         for each in ranks:
             y = model.get_submodule("1")(integers(1, 5, start=each + number))
-            (loss_of(y, each) / (1 if rank >= 0 else 2)).backward()
+            (loss_of(y, each) / len(ranks)).backward()
         optimizer.step()
         optimizer.zero_grad()
         return optimizer
@@ -323,18 +347,22 @@ def test_units_that_did_not_run_are_not_stepped() -> None:
     train(OPTIMIZERS["SGD"], body)
 
 
-def test_gradients_may_be_scaled() -> None:
+@pytest.mark.everywhere
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_may_be_scaled(dtype: torch.dtype) -> None:
     """GradScaler unscales shards, sees an overflow of one rank on all, and skips the step."""
+    ranks = world_size(2)
 
     def body(rank: int) -> tuple[list[float], dict[str, Tensor | None]]:
-        shard(model := fill(linear()), "")
+        policy = MixedPrecisionPolicy(compute_dtype=dtype)
+        shard(model := fill(linear()), "", mesh=(ranks,), mixed_precision_policy=policy)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         fsdp_core.fully_shard_optimizer(optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        scaler = torch.amp.GradScaler(device_type(), init_scale=4.0, growth_interval=100)
         scales = []
         for number in range(2):
-            loss = loss_of(model(batch(rank, number)), rank)
-            if number == 0 and rank == 1:
+            loss = loss_of(model(batch(rank, number).to(dtype)).float(), rank)
+            if number == 0 and rank == ranks - 1:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -343,13 +371,10 @@ def test_gradients_may_be_scaled() -> None:
             optimizer.zero_grad()
         return scales, local_rows(model)
 
-    results = on_simulated_ranks(body, 2)
+    results = on_ranks(body, ranks)
 
-    expected = fill(linear())
-    backwards(expected, -1, 1)
-    torch.optim.SGD(expected.parameters(), lr=1.0).step()
-    assert [scales for scales, _ in results] == [[2.0, 2.0]] * 2
-    assert_equal(put_together([rows for _, rows in results]), dict(expected.named_parameters()))
+    assert [scales for scales, _ in results] == [[2.0, 2.0]] * ranks
+    check_one_step([rows for _, rows in results], 1)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -364,13 +389,14 @@ def refused(make: Make, message: str, **options: Any) -> None:
             fsdp_core.fully_shard_optimizer(make(model.parameters()), **options)
         assert str(caught.value).startswith(message)
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
 class Unknown(torch.optim.SGD):
     """An optimizer that nobody vouches for."""
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("make", "advice"),
     [
@@ -386,6 +412,7 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused(make: Make, ad
     refused(make, f"an optimizer of shards must update each element by itself, got {advice}")
 
 
+@pytest.mark.everywhere
 def test_an_unknown_optimizer_may_be_vouched_for() -> None:
     """With elementwise=True its steps have parity."""
 
@@ -396,9 +423,10 @@ def test_an_unknown_optimizer_may_be_vouched_for() -> None:
         step(model, rank, 0)
         optimizer.step()
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_an_optimizer_is_adapted_once() -> None:
     """A second time would adapt the adapter."""
 
@@ -409,9 +437,10 @@ def test_an_optimizer_is_adapted_once() -> None:
         with pytest.raises(ConfigError, match=r"^an optimizer is made sharded once, got a SGD"):
             fsdp_core.fully_shard_optimizer(optimizer)
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
+@pytest.mark.everywhere
 def test_a_closure_is_refused() -> None:
     """Its gradients would come inside the step."""
 
@@ -422,9 +451,10 @@ def test_a_closure_is_refused() -> None:
         with pytest.raises(NotImplementedError, match=r"^step must be called without a closure"):
             optimizer.step(lambda: 0.0)
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
+@pytest.mark.everywhere
 def test_parameters_of_no_unit_are_refused() -> None:
     """Nobody would reduce their gradients; the error says where the first one is."""
 
@@ -435,9 +465,10 @@ def test_parameters_of_no_unit_are_refused() -> None:
         ):
             fsdp_core.fully_shard_optimizer(torch.optim.SGD(model.parameters()))
 
-    on_simulated_ranks(lambda _rank: body(), 1)
+    on_ranks(lambda _rank: body(), 1)
 
 
+@pytest.mark.everywhere
 def test_a_step_before_the_last_microbatch_is_refused() -> None:
     """Under ZeRO-1 the gradients are not reduced yet."""
 
@@ -450,9 +481,10 @@ def test_a_step_before_the_last_microbatch_is_refused() -> None:
         with pytest.raises(RuntimeError, match=r"got none from a last microbatch"):
             optimizer.step()
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
 def test_a_step_waits_for_gathers_that_still_read_the_weights() -> None:
     """A forward whose backward never came leaves a prefetch that nobody used in flight."""
 
@@ -464,4 +496,4 @@ def test_a_step_waits_for_gathers_that_still_read_the_weights() -> None:
         model(batch(rank), calls=("a", "b"))
         optimizer.step()
 
-    on_simulated_ranks(body, 2)
+    on_ranks(body, 2)
