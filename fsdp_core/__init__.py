@@ -8,10 +8,21 @@ Reading order is import order; each file imports only from those below it.
     muon.py               orthogonalised optimizer computed by tensor owners
     grad_norm.py          clip_grad_norm_ over sharded, replicated and expert gradients
     plain_optimizer.py    optimizers that were not made sharded: checked at their steps
-    hooks.py              module and autograd hooks: they call the verbs of module.py, decide nothing
+    hooks.py              module and autograd hooks: they call the verbs of unit.py, decide nothing
     meta.py               parameters on the meta device: made real, each module reset once
-    module.py             FsdpModule: pre/post forward/backward, unshard, reshard, reduce
-    context.py            FsdpContext, PrefetchOrder: streams, roots, names, orders, completion
+    module.py             FsdpModule: what fully_shard adds to a module's class
+    unit.py               ShardedUnit: what a unit does around its forward and backward
+    weights.py            its full weights: gathered, put into the modules, freed
+    gradients.py          its gradients: counted as they come, reduced, shown to the optimizer
+    context.py            FsdpContext: streams, and the beginning and end of passes
+    prefetcher.py         PrefetchOrder: which units are gathered early
+    open_units.py         units whose backward is not over
+    context_stats.py      what a context has done, in numbers
+    module_tree.py        roots, names and both orders, from the trees of modules
+    uses.py               which forward calls backward has still to enter
+    unit_protocol.py      what a context knows of units
+    window.py             the countdown of gradients (pure)
+    identity.py           how a unit is called
     execution_order.py    ExecutionEvent, ExecutionOrder: weak, phase-tagged, one cursor (pure)
     agreement.py          what ranks exchange once: recorded passes and owner maps
     parameter_group.py    parameters that travel together, their buffers and representations
@@ -33,7 +44,7 @@ Reading order is import order; each file imports only from those below it.
 import torch
 
 from fsdp_core.checkpoint import load_checkpoint, save_checkpoint
-from fsdp_core.context import FsdpContext, PrefetchOrder
+from fsdp_core.context import FsdpContext
 from fsdp_core.dbuffer import DBuffer
 from fsdp_core.errors import ConfigError, StateError
 from fsdp_core.execution_order import ExecutionEvent, ExecutionOrder
@@ -46,6 +57,7 @@ from fsdp_core.muon import FsdpMuon
 from fsdp_core.optimizer import fully_shard_optimizer
 from fsdp_core.phase import Phase
 from fsdp_core.placement import BlockAtomic, Placements, RowAtomic, TensorAtomic
+from fsdp_core.prefetcher import PrefetchOrder
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import check_torch_version

@@ -32,8 +32,9 @@ from torch.optim import Optimizer
 
 from fsdp_core.agreement import raised_by_all
 from fsdp_core.errors import ConfigError, UnsupportedError
-from fsdp_core.module import FsdpModule, ShardedUnit
+from fsdp_core.module import FsdpModule
 from fsdp_core.parameter_group import ParameterGroup, describe_state, living_group, owner_of
+from fsdp_core.unit import ShardedUnit
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"

@@ -10,7 +10,7 @@ one is then a missing line.
 
 import os
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from fsdp_core.errors import ConfigError
+from fsdp_core.errors import ConfigError, ConfigTypeError
 from fsdp_core.torch_private import cuda_stream_handle, profiler_is_enabled
 
 # A stream and an event are whatever the accelerator's module says they are.
@@ -60,7 +60,32 @@ def default_device(device_type: str | None = None) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def check_is_there(device: torch.device) -> None:
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """Return a device of this process from what a user says.
+
+    Args:
+        device: None: as in `default_device`; without an index: the current one of its type.
+
+    Raises:
+        ConfigError: no CPU or CUDA device, or one that this process does not have.
+    """
+    if device is None:
+        return default_device()
+    resolved: object = device
+    if isinstance(device, str):
+        with suppress(RuntimeError):  # no name of a device, and refused below
+            resolved = torch.device(device)
+    if not isinstance(resolved, torch.device):  # PyTorch would take 7 for the eighth GPU
+        msg = f"a context needs a cpu or cuda device, got {device!r}"
+        raise ConfigTypeError(msg)
+    if resolved.type not in ("cpu", "cuda"):
+        msg = f"a context needs a cpu or cuda device, got {device}"
+        raise ConfigError(msg)
+    _check_is_there(resolved)
+    return default_device(resolved.type) if resolved.index is None else resolved
+
+
+def _check_is_there(device: torch.device) -> None:
     """Refuse a device that this process does not have.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.agreement import agree_on_owners
 from fsdp_core.collectives import MeshAxes
-from fsdp_core.context import FsdpContext, PrefetchOrder
+from fsdp_core.context import FsdpContext
 from fsdp_core.errors import (
     ConfigError,
     ConfigTypeError,
@@ -25,7 +25,7 @@ from fsdp_core.errors import (
 from fsdp_core.hooks import guarded_methods, install_hooks
 from fsdp_core.meta import own_modules, real_parameters
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
-from fsdp_core.module import FsdpModule, ShardedUnit
+from fsdp_core.module import FsdpModule
 from fsdp_core.parameter_group import (
     DELAYED_HOOK,
     GroupSpec,
@@ -38,9 +38,11 @@ from fsdp_core.parameter_group import (
 )
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic
 from fsdp_core.plain_optimizer import watch_optimizers
+from fsdp_core.prefetcher import PrefetchOrder
 from fsdp_core.runtime_policy import RuntimePolicy
 from fsdp_core.schedule_policy import SchedulePolicy
 from fsdp_core.torch_private import parameters_of
+from fsdp_core.unit import ShardedUnit
 
 # What a sharded module has besides its own attributes.
 _ADDED_NAMES = ("context", "phase", "unshard", "reshard", "register_post_backward_hook")

@@ -1,4 +1,4 @@
-"""Module and autograd hooks: they call the verbs of `module.py`, and decide nothing."""
+"""Module and autograd hooks: they call the verbs of `unit.py`, and decide nothing."""
 
 import sys
 import weakref
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ConfigError, StateError
-from fsdp_core.module import FsdpModule, ShardedUnit, Use, unit_of
+from fsdp_core.module import FsdpModule, unit_of
 from fsdp_core.parameter_group import DELAYED_HOOK, living_group, owner_of
 from fsdp_core.torch_private import (
     accumulation_of,
@@ -24,6 +24,8 @@ from fsdp_core.torch_private import (
     never_compiled,
 )
 from fsdp_core.uneven import loss_of_shards
+from fsdp_core.unit import ShardedUnit
+from fsdp_core.uses import Use
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
@@ -50,19 +52,21 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
             module.register_forward_hook(_after_forward, always_call=True)
-    unit.watch = _watch_gradient
+    unit.weights.watch = partial(_watch_gradient, unit.ref)
     for index, member in enumerate(unit.members):
         if member.full.requires_grad:
-            _watch_gradient(unit, index)
+            _watch_gradient(unit.ref, index)
 
 
-def _watch_gradient(unit: ShardedUnit, index: int) -> None:
+def _watch_gradient(unit: "weakref.ref[ShardedUnit]", index: int) -> None:
     """Have the unit told of each gradient of a parameter, once it is accumulated."""
-    member = unit.members[index]
+    living = unit()
+    assert living is not None
+    member = living.members[index]
     if member.is_watched:
         return
     member.is_watched = True
-    hook = partial(_after_gradient, unit.ref, index)
+    hook = partial(_after_gradient, unit, index)
     if member.is_delayed:
         owner: Any = member.slots[0].owner()
         getattr(owner, DELAYED_HOOK)(partial(hook, member.full))
@@ -70,7 +74,7 @@ def _watch_gradient(unit: ShardedUnit, index: int) -> None:
         member.full.register_post_accumulate_grad_hook(hook)
     # The node is kept: PyTorch makes another one, without the hook, where nobody holds it.
     member.accumulation = accumulation_of(member.sharded)
-    member.accumulation.register_prehook(partial(_before_accumulation, unit.ref, member.fqn))
+    member.accumulation.register_prehook(partial(_before_accumulation, unit, member.fqn))
 
 
 @never_compiled

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from ci.search import unseen
 from fsdp_core import FsdpContext, device
-from fsdp_core.module import ShardedUnit
+from fsdp_core.open_units import OpenUnits
 from fsdp_core.torch_private import in_graph_task
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.defects import SkippingSGD
 from fsdp_sim.mutation.change import Change
 from fsdp_sim.mutation.core_changes import changes
@@ -31,21 +32,21 @@ def _changes() -> list[Change]:
     return [
         *changes(),
         _no_wait("gathers do not wait for the optimizer", "_join_gathers"),
-        _no_wait("weights are freed before their readers are done", "_free"),
-        _no_wait("gradients are packed before the buffer is free", "_reduce", first=True),
-        _no_wait("reductions do not wait for the packing", "_reduce", first=False),
+        _no_wait("weights are freed before their readers are done", "free"),
+        _no_wait("gradients are packed before the buffer is free", "reduce", first=True),
+        _no_wait("reductions do not wait for the packing", "reduce", first=False),
         _no_wait("the optimizer does not wait for reductions", "finish_grad_sync"),
-        _no_wait("the outer reduction does not wait for the inner one", "_finish_groups"),
+        _no_wait("the outer reduction does not wait for the inner one", "_finish_apart"),
         _no_stream("weights are allocated on the stream that computes", "_gather"),
-        _no_stream("gradient buffers are allocated on the stream that computes", "_reduce"),
+        _no_stream("gradient buffers are allocated on the stream that computes", "reduce"),
         Change("unused gathers stay in flight", ShardedUnit, "come_to_rest", _nothing),
         Change("each microbatch is the last", FsdpContext, "begin_microbatch", _always_last),
         Change("a nested backward completes the unit", ShardedUnit, "retry", _ignore_nested),
         Change("recomputation starts the countdown anew", ShardedUnit, "pre_forward", _count_anew),
         Change(
             "open units are completed in another order on each rank",
-            FsdpContext,
-            "_run_delayed_post_backward_callbacks",
+            OpenUnits,
+            "complete",
             _order_by_rank,
         ),
         Change("the optimizer skips what is before an empty shard", shard, "make_optimizer", _skip),
@@ -98,7 +99,7 @@ def _always_last(begin_microbatch: Function) -> Function:
 def _ignore_nested(retry: Function) -> Function:
     @wraps(retry)
     def wrong(unit: Any) -> None:
-        unit._window.nested = False  # noqa: SLF001
+        unit.gradients.window.nested = False
         retry(unit)
 
     return wrong
@@ -109,17 +110,17 @@ def _count_anew(pre_forward: Function) -> Function:
     def wrong(unit: Any, module: Any) -> None:
         pre_forward(unit, module)
         if in_graph_task():
-            unit._window = unit._new_window()  # noqa: SLF001
+            unit.gradients.window = unit.gradients._new_window()  # noqa: SLF001
 
     return wrong
 
 
 def _order_by_rank(complete: Function) -> Function:
     @wraps(complete)
-    def wrong(context: Any) -> None:
+    def wrong(open_units: Any) -> None:
         if dist.get_rank() % 2:
-            context._open.reverse()  # noqa: SLF001
-        complete(context)
+            open_units._units.reverse()  # noqa: SLF001
+        complete(open_units)
 
     return wrong
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from fsdp_core import FsdpContext, dbuffer
 from fsdp_core.collectives import Stage
 from fsdp_core.dbuffer import DBuffer
-from fsdp_core.module import ShardedUnit
 from fsdp_core.parameter_group import ParameterGroup
 from fsdp_core.phase import Phase
 from fsdp_core.torch_private import in_graph_task
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.mutation.change import Change
 
 Function = Callable[..., Any]
@@ -27,7 +27,7 @@ def _prefetch_when_recomputing(pre_forward: Function) -> Function:
     def wrong(unit: Any, module: Any) -> None:
         pre_forward(unit, module)
         if in_graph_task():
-            unit.prefetch_successors(Phase.FORWARD)
+            unit.prefetch_successors(module, Phase.FORWARD)
 
     return wrong
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fsdp_sim
-from fsdp_core.module import ShardedUnit
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Row,

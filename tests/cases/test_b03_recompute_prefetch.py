@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_core
 import fsdp_sim
 from fsdp_core import FsdpModule
-from fsdp_core.module import ShardedUnit
 from fsdp_core.torch_private import in_graph_task
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Row,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fsdp_core.module import ShardedUnit
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     Row,

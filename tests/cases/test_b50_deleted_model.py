@@ -46,8 +46,8 @@ def test_everything_is_gone_at_once() -> None:
         del model, optimizer
 
         assert [each() for each in things if each() is not None] == []
-        assert list(context._roots) == []
-        assert list(context._module_names) == []
+        assert list(context._tree.roots) == []
+        assert list(context._tree.names) == []
         assert list(context.execution_order) == []
 
     fsdp_sim.simulate(program, 2)

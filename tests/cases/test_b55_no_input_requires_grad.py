@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from fsdp_core.module import ShardedUnit
 from fsdp_core.torch_private import queue_backward_callback
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     Training,

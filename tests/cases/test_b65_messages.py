@@ -119,7 +119,8 @@ def unplaced(path: Path) -> Iterator[str]:
 
 def test_every_error_of_a_unit_says_on_which_rank_and_when() -> None:
     """pytorch#98484: wherever a context is at hand, whichever variant of a failure it is."""
-    files = [PACKAGE / name for name in ("hooks.py", "module.py", "context.py")]
+    names = ("hooks", "module", "unit", "weights", "gradients", "context")
+    files = [PACKAGE / f"{name}.py" for name in names]
 
     assert [place for path in files for place in unplaced(path)] == []
 

@@ -19,7 +19,7 @@ from fsdp_core import (
     SchedulePolicy,
     StateError,
 )
-from fsdp_core.context import ContextStats
+from fsdp_core.context_stats import ContextStats
 from tests.cases.programs import (
     SHARDED,
     ZERO_1,

@@ -11,7 +11,7 @@ import pytest
 import fsdp_core
 import fsdp_sim
 from fsdp_core import MixedPrecisionPolicy, Placements, RuntimePolicy, SchedulePolicy
-from fsdp_core.context import ContextStats
+from fsdp_core.context_stats import ContextStats
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 WORLD_SIZE = 4

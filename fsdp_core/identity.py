@@ -1,0 +1,32 @@
+"""Identity: which unit something is about, for messages, for profilers, and for lists that hold no unit."""
+
+import weakref
+from typing import Any
+
+
+class Identity:
+    """What a unit's parts and its context know the unit by.
+
+    Attributes:
+        ref: the unit, weakly.
+        fqn: names of its modules relative to their roots, once the context is finalized.
+        name: how messages and ranges call it: by its fqn, and by its root's number where the
+            context has several roots.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self.ref: weakref.ref[Any] = weakref.ref(unit)
+        self.fqn = ""
+        self.name = "<root>"
+        self._labels: dict[str, str] = {}
+
+    def label(self, operation: str) -> str:
+        """Return the name of a range in which the unit does something."""
+        label = self._labels.get(operation)
+        if label is None:
+            label = self._labels[operation] = f"{operation} {self.name}"
+        return label
+
+    def full_name(self, fqn: str) -> str:
+        """Return the name of one of the unit's parameters relative to its root."""
+        return f"{self.fqn}.{fqn}" if self.fqn else fqn
