@@ -393,6 +393,12 @@ def _check_parameter(
             f"of the unit {type(first).__name__} already; {remedy}"
         )
         raise ConfigError(msg, fqn=fqn)
+    if isinstance(parameter, nn.UninitializedParameter):
+        msg = (
+            f"parameter {fqn!r} must have a shape, got an uninitialised one of {class_name}; call the "
+            f"lazy module once before fully_shard"
+        )
+        raise ConfigError(msg, fqn=fqn)
     if parameter.dim() == 0:
         msg = f"parameter {fqn!r} must have at least one dim, got a scalar; reshape it to (1,)"
         raise ConfigError(msg, fqn=fqn)

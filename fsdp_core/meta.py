@@ -61,22 +61,21 @@ def _visit(
 def real_parameters(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Make what a unit has on the meta device real, and call each such module's own reset.
 
-    Inner modules come first, so that a module's reset may go over what those below it did. If the
-    body raises, everything is on the meta device again.
+    Inner modules come first, so that a module's reset may go over what those below it did. What a
+    `ParameterList` or `ParameterDict` holds is initialised by the module that it is in. If the body
+    raises, everything is on the meta device again.
 
     Raises:
         ConfigError: a module without `reset_parameters` has something on the meta device.
     """
-    resets = [
-        (module, _reset_of(module, prefix))
-        for module, prefix in own_modules(modules, inner_first=True).items()
-        if _meta_names(module)
-    ]
+    own = own_modules(modules, inner_first=True)
+    unreal = [module for module in own if _meta_names(module)]
+    resets = _resets_of(unreal, own)
     undo: list[Callable[[], None]] = []
     try:
-        for module, _ in resets:
+        for module in unreal:
             _make_real(module, device, undo)
-        for _, reset in resets:
+        for reset in resets:
             with torch.no_grad():
                 reset()
         yield
@@ -92,18 +91,38 @@ def _meta_names(module: nn.Module) -> list[str]:
     return [name for name, tensor in held.items() if tensor is not None and tensor.is_meta]
 
 
-def _reset_of(module: nn.Module, prefix: str) -> Reset:
-    for name in ("reset_parameters", "_reset_parameters"):
-        reset: Reset | None = getattr(module, name, None)
-        if reset is not None:
-            return reset
+def _resets_of(unreal: Sequence[nn.Module], own: dict[nn.Module, str]) -> list[Reset]:
+    """Return what initialises these modules of a unit, each once, inner ones first.
+
+    Raises:
+        ConfigError: nothing initialises one of them.
+    """
+    holders = {child: module for module in own for child in module.children()}
+    found: dict[nn.Module, Reset] = {}
+    for module in unreal:
+        is_list = isinstance(module, (nn.ParameterList, nn.ParameterDict))
+        holder = holders.get(module, module) if is_list else module
+        reset = _reset_of(holder)
+        if reset is None:
+            raise _without_reset(module, own[module])
+        found[holder] = reset
+    return [found[module] for module in own if module in found]
+
+
+def _reset_of(module: nn.Module) -> Reset | None:
+    """Return a module's own reset, under either name that PyTorch's modules use."""
+    reset: Reset | None = getattr(module, "reset_parameters", None)
+    return reset or getattr(module, "_reset_parameters", None)
+
+
+def _without_reset(module: nn.Module, prefix: str) -> ConfigError:
     name = _meta_names(module)[0]
     fqn = f"{prefix}.{name}" if prefix else name
     msg = (
         f"parameters on the meta device need a reset_parameters of their module, got {fqn!r} of a "
         f"{type(module).__name__}, which has none; add one, or build it on a real device"
     )
-    raise ConfigError(msg, fqn=fqn)
+    return ConfigError(msg, fqn=fqn)
 
 
 def _make_real(module: nn.Module, device: torch.device, undo: list[Callable[[], None]]) -> None:

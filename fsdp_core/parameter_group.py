@@ -389,7 +389,8 @@ class ParameterGroup:
                 view.zero_()
             else:
                 views.append(view)
-                grads.append(grad)
+                # Of an embedding's rows alone: another rank has others, so all are reduced.
+                grads.append(grad.to_dense() if grad.is_sparse else grad)
                 member.full.grad = None
         if views:
             torch._foreach_copy_(views, grads)

@@ -71,7 +71,7 @@ def test_each_layer_is_reset_once_and_sees_its_own_whole_tensors(units: tuple[st
 def test_a_reset_of_all_that_lies_below_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect planted: the outer layer's reset goes over the inner one's values once more."""
 
-    def recursive(module: nn.Module, _prefix: str) -> Callable[[], None]:
+    def recursive(module: nn.Module) -> Callable[[], None]:
         def reset() -> None:
             for layer in reversed(list(module.modules())):
                 if isinstance(layer, Layer):

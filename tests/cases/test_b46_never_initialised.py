@@ -6,7 +6,7 @@ from torch import nn
 
 import fsdp_sim
 from fsdp_core import ConfigError
-from tests.cases.programs import Tensors, local_rows, put_together, shard
+from tests.cases.programs import Tensors, assert_equal, local_rows, put_together, shard
 
 
 class Sevens(nn.Linear):
@@ -62,3 +62,37 @@ def test_a_parameter_that_nobody_can_initialise_is_named_and_nothing_is_changed(
         "add one, or build it on a real device"
     )
     assert fsdp_sim.simulate(program, 2).results == [message, message]
+
+
+class Scales(nn.Module):
+    """Holds parameters in a list and a dict, which have no reset of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.empty(2)) for _ in range(2)])
+        self.named = nn.ParameterDict({"one": nn.Parameter(torch.empty(2))})
+        self.resets = 0
+
+    def reset_parameters(self) -> None:
+        """Fill all of them."""
+        self.resets += 1
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 7)
+
+
+def test_parameters_in_a_list_are_initialised_by_the_module_that_holds_it() -> None:
+    """Once, though it is responsible for a list and a dict."""
+
+    def program(rank: int) -> Tensors:
+        with torch.device("meta"):
+            model = nn.Sequential(Scales())
+        shard(model, "")
+        assert model[0].resets == 1
+        return local_rows(model)
+
+    whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
+
+    assert_equal(
+        whole,
+        {name: torch.full((2,), 7.0) for name in ("0.listed.0", "0.listed.1", "0.named.one")},
+    )

@@ -186,3 +186,30 @@ def test_ranks_that_disagree_on_calling_an_inner_unit_are_named() -> None:
 
     assert report.findings[0].kind == "CollectiveMismatch"
     assert "outer.b" in report.findings[0].message
+
+
+class Lookup(nn.Module):
+    """A table whose gradient names the rows that were looked up, under a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(5, 2, sparse=True), linear()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look rows up."""
+        y: Tensor = self.layer(self.table(ids))
+        return y
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("units", [("table", ""), ("",)], ids=["own unit", "one unit"])
+def test_sparse_gradients_are_reduced_as_dense_ones(units: tuple[str, ...]) -> None:
+    """Ranks look up other rows, so what is reduced is the whole table's gradient."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(torch.tensor([rank, 2, 2 + number])), rank).backward()
+        if not isinstance(model, FsdpModule):
+            table: Any = model.get_parameter("table.weight")
+            table.grad = table.grad.to_dense()
+
+    check_values(Training(lambda: fill(Lookup()), step, units))

@@ -443,6 +443,13 @@ def test_sharding_outside_a_scope_is_refused() -> None:
             lambda: nn.Parameter(torch.ones(2, 0)),
             "parameter 'p' must have rows with elements, got shape (2, 0); use a shape of (0,), or leave it out",
         ),
+        (
+            nn.UninitializedParameter,
+            (
+                "parameter 'p' must have a shape, got an uninitialised one of Module; call the lazy "
+                "module once before fully_shard"
+            ),
+        ),
     ],
 )
 def test_parameters_that_cannot_be_sharded_are_refused(
