@@ -284,6 +284,19 @@ def _install_groups(undo: patches.Patches) -> None:
     undo.replace(*patches.DEVICE_OF_OBJECTS, lambda group=None: "cuda")
     for module in patches.RNG_OF_MESHES:
         undo.replace(module, "is_rng_supported_mesh", lambda device_mesh: False)
+    undo.wrap(patches.FullyShardedDataParallel, "__init__", _on_index)
+
+
+def _on_index(original: Callable[..., None]) -> Callable[..., None]:
+    """``FullyShardedDataParallel(device_id=1)``: C++ would look for that GPU."""
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(kwargs.get("device_id")) is int:
+            kwargs["device_id"] = torch.device("cuda", kwargs["device_id"])
+        original(self, *args, **kwargs)
+
+    return init
 
 
 def _install_files(undo: patches.Patches) -> None:

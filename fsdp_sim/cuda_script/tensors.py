@@ -45,6 +45,7 @@ def install(undo: patches.Patches) -> None:
     undo.replace(torch.cpu.Stream, "device", property(lambda _: own_gpu().device))
     undo.replace(*patches.WRAPPER_MAKER, staticmethod(_wrapping(getattr(*patches.WRAPPER_MAKER))))
     undo.wrap(*patches.FOREACH_GROUPING, _grouping)
+    undo.wrap(*patches.PARSE_TO, _of_index)
 
 
 def _making(
@@ -91,6 +92,20 @@ def _taking(original: Callable[..., Any]) -> Callable[..., Any]:
         return out if device is None else out.to(device)
 
     return take
+
+
+def _of_index(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Module.to(1)``: an index alone is a GPU's."""
+
+    @functools.wraps(original)
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return original(*args, **kwargs)
+
+    return parse
 
 
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:

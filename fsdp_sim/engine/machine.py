@@ -62,6 +62,7 @@ class Machine:
         streams: those in use, by id.
         faults: what is to go wrong, if anything.
         hash_count: objects numbered so far; ``shuffle``: which permutation of the numbers to use.
+        signal_handlers: what its program has set.
         meshes: the names of the groups of the first device mesh of each kind.
         makes_device_tensor: a tensor is being made from Python data, on a device.
         gpu: what a CUDA script sees; None where the device has the CPU's name.
@@ -115,6 +116,7 @@ class Machine:
         self.faults: Faults | None = None
         self.hash_count = 0
         self.shuffle = 0
+        self.signal_handlers: dict[int, Any] = {}
         self.meshes: dict[Any, tuple[str, ...]] = {}
         self.streams: dict[int, Stream] = {}
         self._event_count = 0

@@ -514,6 +514,12 @@ NEW_GROUP = c10d.new_group
 SPLIT_GROUP = c10d.split_group
 MONITORED_BARRIER_OWNERS = (c10d, dist)
 DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
+FullyShardedDataParallel = torch.distributed.fsdp.FullyShardedDataParallel
+RECORDS_OF_FSDP1 = tuple(
+    (importlib.import_module(f"torch.distributed.fsdp.{module}"), "_no_dispatch_record_stream")
+    for module in ("_common_utils", "_flat_param", "_runtime_utils")
+)
+"""What ``FullyShardedDataParallel`` calls instead of ``Tensor.record_stream``, and skips on CPUs."""
 
 
 @functools.cache
@@ -619,6 +625,13 @@ METHODS_WITH_REDUCE_OP = (
 )
 
 
+STARTERS_OF_PROCESSES = (
+    torch.multiprocessing,
+    importlib.import_module("torch.multiprocessing.spawn"),
+)
+"""Where ``torch.multiprocessing`` starts processes: the function and the name that ``spawn`` calls it by."""
+
+
 # ---------------------------------------------------------------------- CUDA scripts
 
 
@@ -662,6 +675,8 @@ LIKE_FACTORIES: tuple[tuple[Any, str], ...] = (
 )
 """Functions that make tensors where another one is, unless they are told."""
 
+PARSE_TO = (torch._C._nn, "_parse_to")
+"""How ``Module.to`` reads its arguments."""
 NCCL = importlib.import_module("torch.cuda.nccl")
 CUDA_START = (torch.cuda, "_lazy_init")
 """What PyTorch calls before the first use of a CUDA device."""

@@ -1,8 +1,6 @@
 """Shims: which PyTorch names mean what while a world runs."""
 
 import functools
-import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim.engine import deferral, groups, hashes, meshes, patches, streams, threads
+from fsdp_sim.engine import (
+    deferral,
+    groups,
+    hashes,
+    meshes,
+    own_process,
+    patches,
+    streams,
+    threads,
+)
 from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine.dispatch import host_read
 from fsdp_sim.engine.faults import tear
@@ -36,7 +43,7 @@ def install(undo: patches.Patches, *, sees_operators: bool = True) -> None:
     undo.replace(torch.cuda.nvtx, "range_push", _push_nvtx)
     undo.replace(torch.cuda.nvtx, "range_pop", _pop_nvtx)
     undo.replace(torch.cuda.nvtx, "mark", lambda _: None)
-    _install_process(undo)
+    own_process.install(undo)
 
 
 def install_streams(undo: patches.Patches) -> None:
@@ -57,6 +64,8 @@ def install_streams(undo: patches.Patches) -> None:
     for name, value in names.items():
         undo.define(torch.cpu, name, value)
     undo.replace(torch.Tensor, "record_stream", streams.record_stream)
+    for owner, name in patches.RECORDS_OF_FSDP1:
+        undo.replace(owner, name, streams.record_stream)
 
 
 def _hide_accelerators(undo: patches.Patches) -> None:
@@ -314,54 +323,3 @@ def _pop_nvtx() -> int:
         return 0
     machine.pop_range()
     return len(machine.ranges)
-
-
-def _install_process(undo: patches.Patches) -> None:
-    """What a rank's own process would have: its end, and locks that no other rank holds.
-
-    A rank that is parked inside a logging handler, whose message prints a tensor, must not stop others
-    that log; nor one inside a cached property, which Python 3.11 computes under a lock.
-    """
-    undo.wrap(os, "_exit", _ending_the_rank)
-    for owner in (logging.Handler, functools.cached_property):
-        undo.define(owner, "lock", property(_lock_of, _set_lock))
-
-
-def _ending_the_rank(original: Callable[[int], None]) -> Callable[[int], None]:
-    process = os.getpid()
-
-    @functools.wraps(original)
-    def leave(status: int) -> None:
-        if machines.current() is None or os.getpid() != process:
-            original(status)
-        raise SystemExit(status)
-
-    return leave
-
-
-class _RanksOwnLock:
-    """A lock that only one rank has: nobody else wants it."""
-
-    def acquire(self, *_: Any, **__: Any) -> bool:
-        """Hold it."""
-        return True
-
-    def release(self) -> None:
-        """Let go of it."""
-
-    def __enter__(self) -> None:
-        """Hold it."""
-
-    def __exit__(self, *_: object) -> None:
-        """Let go of it."""
-
-
-_RANKS_OWN_LOCK = _RanksOwnLock()
-
-
-def _lock_of(owner: Any) -> Any:
-    return owner.__dict__.get("lock") if machines.current() is None else _RANKS_OWN_LOCK
-
-
-def _set_lock(owner: Any, lock: Any) -> None:
-    owner.__dict__["lock"] = lock

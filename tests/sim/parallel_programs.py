@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -146,6 +152,30 @@ FSDP2: dict[str, Callable[[int], Any]] = {
     "accumulated": partial(fsdp2, microbatches=2),
     "replicated and accumulated": partial(fsdp2, mesh=square, microbatches=2),
     "evaluated": fsdp2_evaluation,
+}
+
+
+# ---------------------------------------------------------------------- FSDP1
+
+
+def fsdp1(rank: int, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> list[float]:
+    """Train under FullyShardedDataParallel, each block a unit.
+
+    With ``use_orig_params=False`` PyTorch never frees the flat parameters of a model, as ``Leak`` says.
+    """
+    shard = partial(
+        FullyShardedDataParallel,
+        sharding_strategy=strategy,
+        device_id=CPU,
+        use_orig_params=True,
+    )
+    blocks = [shard(fill(Block())) for _ in range(2)]
+    return train(shard(nn.Sequential(*blocks)), rank)
+
+
+FSDP1: dict[str, Callable[[int], Any]] = {
+    "plain": fsdp1,
+    "kept whole": partial(fsdp1, strategy=ShardingStrategy.SHARD_GRAD_OP),
 }
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_core
@@ -173,6 +176,22 @@ def test_what_is_made_on_the_gpu_or_computed_there_is_there() -> None:
     devices = on_gpu(lambda: {name: str(tensor.device) for name, tensor in made().items()})
 
     assert devices == dict.fromkeys(devices, "cuda:0")
+
+
+def test_an_index_alone_names_a_gpu() -> None:
+    """``model.to(rank)``, and what wraps models takes it as well."""
+
+    def program(rank: int) -> list[str]:
+        model = nn.Linear(2, 2).to(rank)
+        replicated = DistributedDataParallel(model, device_ids=[rank])
+        sharded = FullyShardedDataParallel(nn.Linear(2, 2), device_id=rank, use_orig_params=True)
+        made = [torch.ones(1).to(rank), torch.ones(1, device=rank), *model.parameters()]
+        outputs = [replicated(torch.ones(1, 2)), sharded(torch.ones(1, 2).to(rank))]
+        for output in outputs:
+            output.sum().backward()
+        return [str(tensor.device) for tensor in (*made, *outputs)]
+
+    assert on_two_gpus(program) == [[f"cuda:{rank}"] * 6 for rank in (0, 1)]
 
 
 def test_what_is_made_without_a_device_is_on_the_host() -> None:

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import random  # noqa: TID251  its state is what is tested
+import signal
 import sys
 import threading  # noqa: TID251  what a world does to threads is tested
 import warnings
@@ -30,6 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp_sim
 from fsdp_sim.engine import patches
@@ -447,6 +449,45 @@ def test_what_a_world_switches_for_the_process_is_as_before_afterwards(
         fsdp_sim.simulate(program, 2)
 
     assert look() == before
+
+
+def test_signal_handlers_are_a_ranks_own() -> None:
+    """Only the main thread of a process may set real ones, and no signal comes to a rank."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def handler(*_: Any) -> None:
+        """Do nothing."""
+
+    def use(rank: int) -> None:
+        if rank == 0:
+            assert signal.signal(signal.SIGTERM, handler) == before
+
+    seen = each(use, lambda: signal.getsignal(signal.SIGTERM))
+
+    assert seen == [handler, before, before]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_rank_that_would_start_ranks_is_refused() -> None:
+    """They would be real processes, of which the simulator sees nothing."""
+    message = (
+        r"a simulated rank must not start ranks, got torch\.multiprocessing\.spawn, whose processes "
+        r"would be real ones; call the function that it was given with the rank from "
+        r"os\.environ\['RANK'\], as under torchrun"
+    )
+    with pytest.raises(NotImplementedError, match=f"(?m)^{message}$"):
+        on_one_rank(lambda: torch.multiprocessing.spawn(print, nprocs=2))
+
+
+def test_a_data_loader_has_worker_processes(capfd: pytest.CaptureFixture[str]) -> None:
+    """They are forked from a rank, and nothing of the world gets in their way."""
+
+    def total() -> float:
+        loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(4.0)), num_workers=1)
+        return float(sum(batch.item() for (batch,) in loader))
+
+    assert on_one_rank(total) == 6.0
+    assert capfd.readouterr().err == ""
 
 
 def test_garbage_is_collected_where_the_world_says_alone() -> None:

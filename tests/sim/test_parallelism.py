@@ -8,12 +8,17 @@ import pytest
 from torch.distributed.pipelining import schedules
 
 import fsdp_sim
-from tests.sim.parallel_programs import DDP, DTENSOR, FSDP2, pipeline, save_and_load
+from tests.sim.parallel_programs import DDP, DTENSOR, FSDP1, FSDP2, pipeline, save_and_load
 from tests.sim.processes import on_gloo
 
 PROGRAMS = {
     f"{family} {name}": program
-    for family, programs in (("FSDP2", FSDP2), ("DDP", DDP), ("DTensor", DTENSOR))
+    for family, programs in (
+        ("FSDP2", FSDP2),
+        ("FSDP1", FSDP1),
+        ("DDP", DDP),
+        ("DTensor", DTENSOR),
+    )
     for name, program in programs.items()
 }
 
