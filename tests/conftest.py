@@ -1,5 +1,8 @@
 """What every test starts with: drawn examples that are the same each time, and one torch thread."""
 
+from shutil import rmtree
+from tempfile import mkdtemp
+
 import pytest
 import torch
 from hypothesis import settings
@@ -19,13 +22,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Join the processes before anything runs."""
+    """Join the processes before anything runs; each has a folder for temporary files of its own."""
     config.addinivalue_line("markers", "everywhere: its bodies run on simulated and on real ranks")
     if config.option.ranks != "simulated":
         from tests.core import worlds
 
         worlds.join_processes(config.option.ranks)
+        config.option.basetemp = mkdtemp(prefix="ranks-")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,3 +47,4 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         from tests.core import worlds
 
         worlds.leave_processes()
+        rmtree(config.option.basetemp, ignore_errors=True)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from ci.gpu.process import has_gpu
 
@@ -13,8 +14,10 @@ SECONDS_MAX = 240
 
 
 def run() -> dict[str, object]:
-    """Run the bodies on 1, 2 and 4 ranks, and return pytest's summary of each."""
-    return {f"{world_size} ranks": on_ranks(world_size) for world_size in WORLD_SIZES}
+    """Run the bodies on 1, 2 and 4 ranks side by side, and return pytest's summary of each."""
+    with ThreadPoolExecutor() as pool:
+        tables = pool.map(on_ranks, WORLD_SIZES)
+    return {f"{world_size} ranks": table for world_size, table in zip(WORLD_SIZES, tables)}
 
 
 def on_ranks(world_size: int) -> dict[str, object]:

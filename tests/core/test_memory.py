@@ -1,5 +1,6 @@
 """Memory: what stays between passes, and how many full buffers a backward has at a time."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,7 @@ from tests.cases.programs import (
     loss_of,
     shard,
 )
-from tests.core.worlds import on_ranks
+from tests.core.worlds import need_gpu, on_ranks, world_size
 
 R, P, S = Replicate(), Partial("avg"), Shard(0)
 ZERO_1 = Placements((0,), (R,), (P,), (S,))
@@ -295,3 +296,41 @@ def test_an_optimizer_has_no_more_state_than_shards_of_it() -> None:
 
     # 8 rows of 2 over 2 ranks in fp32.
     assert on_ranks(body, 2) == [[4, 32, 32]] * 2
+
+
+# ---------------------------------------------------------------------- the allocator of a GPU
+
+
+def step_on_gpu(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> int:
+    """Train a step, and return the bytes that are allocated behind it."""
+    model(torch.ones(2, width)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.cuda.memory_allocated()
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("placements", [ZERO_1, ZERO_2, ZERO_3], ids=["ZeRO-1", "ZeRO-2", "ZeRO-3"])
+def test_a_gpu_gets_all_memory_back(placements: Placements) -> None:
+    """Between steps not a byte more than after the first; nothing when the model is deleted."""
+    need_gpu()
+    width = 256
+
+    def body(_rank: int) -> tuple[list[int], int]:
+        plain = nn.Linear(width, width)  # what PyTorch takes once for products, and keeps
+        step_on_gpu(plain, torch.optim.AdamW(plain.parameters()), width)
+        del plain
+        before = torch.cuda.memory_allocated()
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        shard(model, "0", "1", "2", "3", "", mesh=(world_size(4),), placements=placements)
+        optimizer = fsdp_core.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        seen = [step_on_gpu(model, optimizer, width) for _ in range(3)]
+        gc.disable()
+        del model, optimizer
+        left = torch.cuda.memory_allocated() - before
+        gc.enable()
+        return seen, left
+
+    for seen, left in on_ranks(body, world_size(4)):
+        assert seen == seen[:1] * 3
+        assert left == 0

@@ -156,6 +156,12 @@ def need_point_to_point() -> None:
         pytest.skip("gloo has no sends of CUDA tensors")
 
 
+def need_gpu() -> None:
+    """Leave out a test of what a GPU alone has."""
+    if device_type() != "cuda":
+        pytest.skip("needs a GPU")
+
+
 def device_type() -> str:
     """Where bodies compute."""
     return "cpu" if _processes is None else _processes.device.type
