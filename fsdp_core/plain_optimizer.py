@@ -6,7 +6,6 @@ they are reduced, so its steps would change nothing.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -20,11 +19,17 @@ from torch.optim.optimizer import (
 from fsdp_core.errors import ConfigError
 from fsdp_core.module import complete_groups
 from fsdp_core.parameter_group import Owner, ParameterGroup, describe_state, owner_of
+from fsdp_core.torch_private import optimizer_step_pre_hooks
 
 
-@cache
 def watch_optimizers() -> None:
-    """Have every optimizer of the process checked at its steps, from the first unit on."""
+    """Have every optimizer of the process checked at its steps, from the first unit on.
+
+    Why PyTorch is asked whether they are: hooks can be taken away, and ranks that are threads may
+    have their own.
+    """
+    if _before_step in optimizer_step_pre_hooks():
+        return
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 

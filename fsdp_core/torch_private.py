@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
+from torch.optim import optimizer
 
 TESTED_VERSIONS = ("2.11", "2.13")
 UNTESTED_VERSIONS = ("2.12", "2.14")
@@ -136,6 +137,11 @@ def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """Return what users registered with `register_post_accumulate_grad_hook`, in order."""
     hooks = tensor._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+def optimizer_step_pre_hooks() -> list[Callable[..., Any]]:
+    """Return what was registered with `register_optimizer_step_pre_hook`, in order."""
+    return list(optimizer._global_optimizer_pre_hooks.values())
 
 
 def norms_of(tensors: list[Tensor], norm_type: float) -> Tensor:
