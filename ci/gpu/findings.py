@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import fsdp_sim
 from ci.gpu.breaking import broken
-from ci.gpu.delays import AtRandom, BeforeFirst, Delays, Place
+from ci.gpu.delays import AtRandom, BeforeFirst, Delays, Place, TakesMemory
 from ci.gpu.process import device, has_gpu
 from ci.gpu.programs import kept, without_collector
 from fsdp_sim.errors import Finding
@@ -25,14 +26,20 @@ from fsdp_sim.mutation.programs import SpecProgram, same
 from fsdp_sim.mutation.site import Site, Verb
 from fsdp_sim.mutation.subject import find
 from fsdp_sim.mutation.trial import attempt
+from fsdp_sim.op import Kind, Op
 from fsdp_sim.program import passes, run_program
 from fsdp_sim.program.results import RankRun
 
-KINDS = ("Race", "UseAfterFree")
+REUSE = "UseAfterFree"
+KINDS = ("Race", REUSE)
 SUBJECT = "fsdp_core"
 PROCESSES = 8
 PROGRAMS_PER_SITE = 3
 DELAY_MS = 30.0
+STREAMS = 32
+"""As many as PyTorch has of one priority; they are taken in turn."""
+SEGMENT_NBYTES = 2 << 20
+"""What the allocator takes from the driver for small blocks, of half of that at most."""
 PLACEMENTS = 100
 CHANCE = 0.02
 SHORT_DELAY_MS = 2.0
@@ -40,11 +47,20 @@ SHORT_DELAY_MS = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """One site broken in one program, and what the simulator found."""
+    """One site broken in one program, and what the simulator found.
+
+    Attributes:
+        rule: of the simulator, that the program breaks.
+        is_work: both ops are work of the device on one rank too.
+        nbytes: size of the block that was freed; 0 where none is taken again.
+    """
 
     program: str
     site: Site
     finding: Finding
+    rule: str
+    is_work: bool
+    nbytes: int
 
 
 @dataclass
@@ -52,19 +68,23 @@ class Trial:
     """What a case did on the GPU.
 
     Attributes:
+        is_work: both ops of the finding are work of the device on one rank too.
         place: what the delay was put before; ``hits``: how often.
         wrong: the first wrong number with the delay; None if all were right.
         wrong_undelayed: the same without any delay.
+        wrong_taken: the same with the delay, and an allocation where the finding says that one may be.
         raised: what the run raised instead of ending.
     """
 
     program: str
     site: str
-    kind: str
+    rule: str
+    is_work: bool
     place: str
-    hits: int
-    wrong: str | None
-    wrong_undelayed: str | None
+    hits: int = 0
+    wrong: str | None = None
+    wrong_undelayed: str | None = None
+    wrong_taken: str | None = None
     raised: str | None = None
 
 
@@ -75,23 +95,52 @@ def cases_of(name: str) -> list[Case]:
     """Break each site that a program reaches, and return those that are a race or reuse of memory."""
     subject, program = find(SUBJECT), SpecProgram(name, kept()[name])
     clean = attempt(subject, program)
+    known = {finding.message for finding in clean.findings}
     cases = []
     for site in sorted(clean.uses):
         if site.verb is Verb.RELEASE:
             continue
-        known = {finding.message for finding in clean.findings}
-        findings = attempt(subject, program, (site,)).findings
-        new = [f for f in findings if f.kind in KINDS and f.message not in known]
-        if new:
-            cases.append(Case(name, site, new[0]))
+        outcome = attempt(subject, program, (site,), keeps_ops=True)
+        new = [f for f in outcome.findings if f.kind in KINDS and f.message not in known]
+        if new and outcome.trace is not None:
+            ops = {op.index: op for op in outcome.trace.ops}
+            found = [_case(name, site, finding, ops) for finding in new]
+            cases.append(max(found, key=lambda case: case.is_work))
     return cases
 
 
+def _case(name: str, site: Site, finding: Finding, ops: dict[int, Op]) -> Case:
+    pair = [ops[each.index] for each in finding.ops]
+    rule, nbytes = finding.kind, 0
+    if finding.kind == REUSE:
+        allocs = [op for op in pair if op.kind is Kind.ALLOC]
+        rule = f"{REUSE} {'by the next allocation' if allocs else 'on another stream'}"
+        if allocs:
+            nbytes = _freed_nbytes(finding, ops)
+    return Case(name, site, finding, rule, not any(map(is_no_work, pair)), nbytes)
+
+
+def _freed_nbytes(finding: Finding, ops: dict[int, Op]) -> int:
+    """Return the size of the block that a finding of reuse by an allocation is about."""
+    (block,) = map(int, re.findall(r"block (\d+) was freed", finding.message))
+    return next(op.nbytes for op in ops.values() if op.kind is Kind.ALLOC and op.other == block)
+
+
+def is_no_work(op: Op) -> bool:
+    """Whether an op is none of the device's on one rank: a collective whose result is where it was."""
+    if op.kind is not Kind.COLLECTIVE:
+        return False
+    read, written = (
+        {access[:3] for access in op.accesses if access.write is write} for write in (False, True)
+    )
+    return read == written
+
+
 def chosen(cases: Sequence[Case]) -> list[Case]:
-    """Return a few programs for each site, those of few cases first."""
+    """Return a few programs for each site, those first whose ops are both work on one rank."""
     count: Counter[Site] = Counter()
     taken = []
-    for case in cases:
+    for case in sorted(cases, key=lambda case: not case.is_work):
         if count[case.site] < PROGRAMS_PER_SITE:
             count[case.site] += 1
             taken.append(case)
@@ -178,14 +227,33 @@ def try_case(case: Case) -> Trial:
     """Run a broken program with the delay that its finding asks for, and without."""
     undisturbed(case.program)
     delay = BeforeFirst(case.finding, DELAY_MS)
-    trial = Trial(case.program, str(case.site), case.finding.kind, delay.place, 0, None, None)
+    trial = Trial(case.program, str(case.site), case.rule, case.is_work, delay.place)
     try:
-        trial.wrong_undelayed = difference(case.program, run_once(case.program, site=case.site))
-        trial.wrong = difference(case.program, run_once(case.program, delay, case.site))
+        trial.wrong_undelayed = _wrong(case)
+        trial.wrong = _wrong(case, delay)
+        if case.nbytes:
+            trial.wrong_taken = _wrong(case, TakesMemory(case.finding, DELAY_MS, case.nbytes))
     except Exception as error:
         trial.raised = f"{type(error).__name__}: {error}"[:300]
     trial.hits = delay.hits
     return trial
+
+
+def _wrong(case: Case, delay: Callable[[Place], float] | None = None) -> str | None:
+    """Return the first wrong number of a broken program whose memory held NaN before."""
+    fill_free_memory()
+    return difference(case.program, run_once(case.program, delay, case.site))
+
+
+def fill_free_memory() -> None:
+    """Let free memory hold NaN, of whichever stream it is: by luck it holds what the last run left."""
+    if not has_gpu():
+        return
+    torch.cuda.empty_cache()
+    for stream in (torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(STREAMS))):
+        with torch.cuda.stream(stream):
+            [torch.full((SEGMENT_NBYTES // 8,), torch.nan, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
 
 
 def try_clean(task: tuple[str, int, int]) -> tuple[str, int, list[str]]:
@@ -194,6 +262,7 @@ def try_clean(task: tuple[str, int, int]) -> tuple[str, int, list[str]]:
     hits, wrong = 0, []
     for seed in range(first, last):
         delay = AtRandom(seed, CHANCE, SHORT_DELAY_MS)
+        fill_free_memory()
         differs = difference(name, run_once(name, delay))
         hits += delay.hits
         if differs is not None:
@@ -248,20 +317,27 @@ def run(names: Sequence[str] = (), placements: int = PLACEMENTS) -> dict[str, ob
 
 
 def _rates(trials: Sequence[Trial]) -> dict[str, object]:
-    """Return the share of findings that went wrong, by kind."""
+    """Return the share of findings that went wrong, by rule."""
     rates: dict[str, object] = {}
-    for kind in KINDS:
-        of_kind = [trial for trial in trials if trial.kind == kind]
-        rates[kind] = {
-            "cases": len(of_kind),
-            "sites": len({trial.site for trial in of_kind}),
-            "wrong with the delay": sum(trial.wrong is not None for trial in of_kind),
-            "wrong without": sum(trial.wrong_undelayed is not None for trial in of_kind),
-            "raised": sum(trial.raised is not None for trial in of_kind),
-            "not confirmed": [
-                f"{trial.program}: {trial.site}; delayed {trial.place} ({trial.hits} times)"
-                for trial in of_kind
-                if trial.wrong is None and trial.raised is None
-            ],
+    for rule in sorted({trial.rule for trial in trials}):
+        of_rule = [trial for trial in trials if trial.rule == rule]
+        rates[rule] = {
+            "cases": len(of_rule),
+            "sites": len({trial.site for trial in of_rule}),
+            "wrong with the delay": sum(trial.wrong is not None for trial in of_rule),
+            "wrong without": sum(trial.wrong_undelayed is not None for trial in of_rule),
+            "wrong once the memory is taken": sum(map(_is_wrong, of_rule)),
+            "raised": sum(trial.raised is not None for trial in of_rule),
+            "not confirmed": [_line(trial) for trial in of_rule if not _is_wrong(trial)],
         }
     return rates
+
+
+def _is_wrong(trial: Trial) -> bool:
+    return (trial.wrong or trial.wrong_taken) is not None
+
+
+def _line(trial: Trial) -> str:
+    why = "" if trial.is_work else "a collective in place, which one rank does not run; "
+    delayed = f"delayed {trial.place} ({trial.hits} times)"
+    return f"{trial.program}: {trial.site}; {why}{trial.raised or delayed}"
