@@ -8,9 +8,12 @@ page.
 
 import copy
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import GEN_SUSPENDED, getgeneratorstate
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +128,7 @@ THREAD_SLOTS: tuple[Slot, ...] = (
     Slot("autocast", patches.get_autocast, patches.set_autocast),
     Slot("default device", lambda: None, lambda _: patches.forget_default_device()),
     Slot("modes", patches.mode_depths, patches.leave_modes),
+    Slot("saved tensors", lambda: None, lambda _: patches.leave_saved_tensor_hooks()),
 )
 
 
@@ -139,4 +143,21 @@ def fresh_thread() -> Iterator[None]:
         for slot in THREAD_SLOTS:
             stack.callback(slot.restore, slot.save())
         patches.disable_autocast_cache()
-        yield
+        try:
+            yield
+        except BaseException as error:
+            _close_generators(error)
+            raise
+
+
+def _close_generators(error: BaseException) -> None:
+    """Close what the frames of an error hold half-run, here and not where the error is let go.
+
+    Blocks that such a generator is in may have changed its thread: up to torch 2.12 a checkpoint whose
+    function raises is in the hooks of saved tensors still.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for name in frame.f_code.co_varnames:
+            held = frame.f_locals.get(name)
+            if isinstance(held, GeneratorType) and getgeneratorstate(held) == GEN_SUSPENDED:
+                held.close()

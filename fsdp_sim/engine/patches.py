@@ -338,6 +338,13 @@ def leave_modes(depths: tuple[int, int]) -> None:
         python_dispatch._pop_mode()
 
 
+def leave_saved_tensor_hooks() -> None:
+    """Leave the hooks of saved tensors that a program has entered and not left."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    while top(True) is not None:  # noqa: FBT003  ignore_is_tracing
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 class RankC10dWorld(c10d._World):
     """The process groups of one rank; the base class keeps them in module globals."""
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading  # noqa: TID251  what a world does to threads is tested
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.data import DataLoader, TensorDataset
 
 import fsdp_sim
@@ -284,6 +285,12 @@ SETTINGS = {
     "anomaly mode": Settings(
         lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled
     ),
+    "hooks of saved tensors": Settings(
+        lambda: saved_tensors_hooks(lambda saved: saved, lambda saved: saved * 7).__enter__(),
+        lambda: torch.autograd.grad((one := torch.ones(1, requires_grad=True)) * one, one)[
+            0
+        ].item(),
+    ),
     "function modes": Settings(
         lambda: torch.device("meta").__enter__(), lambda: torch.ones(1).device
     ),
@@ -488,6 +495,49 @@ def test_a_data_loader_has_worker_processes(capfd: pytest.CaptureFixture[str]) -
 
     assert on_one_rank(total) == 6.0
     assert capfd.readouterr().err == ""
+
+
+def test_a_block_that_an_error_leaves_half_run_ends_on_its_own_thread() -> None:
+    """The generator of a checkpoint whose function raises was let go by the caller, up to torch 2.12."""
+    ended: list[int] = []
+
+    def half_run() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            ended.append(threading.get_ident())
+
+    def program(rank: int) -> None:
+        generator = half_run()
+        next(generator)
+        raise ValueError(threading.get_ident())
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is the thread
+        fsdp_sim.simulate(program, 1)
+    thread = caught.value.args[0]
+    del caught
+    gc.collect()
+
+    assert ended == [thread]
+    assert thread != threading.get_ident()
+
+
+def test_a_checkpoint_that_raises_leaves_nothing_to_the_next_world() -> None:
+    """A thread that serves again would save tensors with the hooks of the checkpoint."""
+
+    def fails(x: Tensor) -> Tensor:
+        raise ValueError("in a checkpoint")
+
+    def program(rank: int) -> None:
+        checkpoint(fails, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+    with pytest.raises(ValueError, match="in a checkpoint"):
+        fsdp_sim.simulate(program, 2)
+
+    assert (
+        fsdp_sim.simulate(lambda rank: SETTINGS["hooks of saved tensors"].look(), 2).results
+        == [2.0] * 2
+    )
 
 
 def test_garbage_is_collected_where_the_world_says_alone() -> None:
