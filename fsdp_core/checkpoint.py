@@ -128,10 +128,13 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _list_files(directory: Path) -> dict[str, Any]:
-    """Return the size and checksum of every file that this rank wrote."""
+    """Return the size and checksum of every file that this rank wrote.
+
+    Why the checksum in hexadecimal: what ranks exchange must have the same size whatever its value.
+    """
     rank = dist.get_rank()
     return {
-        path.name: [path.stat().st_size, checksum(path)]
+        path.name: (path.stat().st_size, f"{checksum(path):08x}")
         for path in sorted(directory.iterdir())
         if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == METADATA)
     }
@@ -139,7 +142,9 @@ def _list_files(directory: Path) -> dict[str, Any]:
 
 def _write_manifest(directory: Path, parts: list[dict[str, Any]]) -> None:
     """Write what the ranks listed."""
-    files = {name: value for part in parts for name, value in part.items()}
+    files = {
+        name: [nbytes, int(digits, 16)] for part in parts for name, (nbytes, digits) in part.items()
+    }
     text = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True)
     (directory / MANIFEST).write_text(text)
 

@@ -122,6 +122,8 @@ def _run_step(program: ProgramSpec, wholes: Sequence[_Whole], number: int) -> Fu
     ran: dict[int, _RankStep] = {}
     for whole in wholes:
         set_frozen(whole.model, step)
+        if step.resume is not None:
+            whole.optimizer.zero_grad(set_to_none=True)  # a checkpoint holds no gradients
         before.append({name: each.grad for name, each in whole.model.named_parameters()})
         ran |= {rank: _run_rank(program, whole, number, rank) for rank in whole.ranks}
     ranks = [ran[rank] for rank in range(program.world_size)]

@@ -12,9 +12,8 @@ import torch
 
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program.codec import load_program
-from fsdp_sim.program.parity import parity_differences, run_rank
+from fsdp_sim.program.parity import run_differences, run_rank
 from fsdp_sim.program.results import FullRun
-from fsdp_sim.program.shards import ReplicaError, assemble
 from fsdp_sim.program.spec import ProgramSpec
 from fsdp_sim.reference import run_reference
 
@@ -53,11 +52,7 @@ class SpecProgram:
         """Compare with the unsharded run."""
         if self._expected is None:
             self._expected = run_reference(self._spec)
-        try:
-            full = assemble(self._spec, results)
-        except ReplicaError as error:
-            return str(error)
-        differences = parity_differences(self._spec, full, self._expected)
+        differences = run_differences(self._spec, results, self._expected)
         return differences[0] if differences else None
 
 

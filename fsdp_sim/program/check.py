@@ -13,6 +13,7 @@ from fsdp_sim.program.spec import (
     PassSpec,
     ProgramSpec,
     StepSpec,
+    Strategy,
     UnitSpec,
 )
 from fsdp_sim.program.tree import owning_unit, units, walk
@@ -53,6 +54,10 @@ def check_program(program: ProgramSpec) -> None:
     _check_ties(program, nodes)
     _check_owners(program)
     _within("steps", len(program.steps), 0, STEPS_MAX, "steps")
+    if program.steps and program.steps[0].resume is not None:
+        raise SpecError(
+            "steps[0].resume", "must be null: there is no checkpoint before the first step"
+        )
     for number, step in enumerate(program.steps):
         _check_step(f"steps[{number}]", step, program, nodes)
     for number, position in untrained_ends(program):
@@ -147,8 +152,24 @@ def _check_step(
     for name in ("freeze", "unfreeze"):
         for path in getattr(step, name):
             _layer_at(f"{where}.{name}", path, nodes)
+    if step.resume is not None:
+        _check_resume(f"{where}.resume", step.resume, program)
     for number, one in enumerate(step.passes):
         _check_pass(f"{where}.passes[{number}]", one, program, nodes)
+
+
+def _check_resume(where: str, strategy: Strategy, program: ProgramSpec) -> None:
+    """Raise unless every unit can have the strategy, and a checkpoint can hold all of its weights."""
+    known = [each for each in strategies(len(program.mesh)) if each != "tensor_atomic"]
+    if strategy not in known:
+        got = f"got {strategy} on a mesh of {len(program.mesh)} axes"
+        raise SpecError(where, f"must be one of {', '.join(known)}; {got}")
+    split = [unit.paths[0] for unit in units(program) if unit.spec.axes is not None]
+    if split:
+        advice = "a checkpoint has one weight of each name"
+        raise SpecError(
+            where, f"all units must be on the whole mesh, got axes of {split[0]!r}; {advice}"
+        )
 
 
 def _check_pass(

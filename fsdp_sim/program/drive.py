@@ -1,5 +1,6 @@
 """Units without hooks, driven by hand: gathered around each of their calls, and around each backward."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from fsdp_core import FsdpModule
 
 
 class Driver:
-    """Who gathers and frees the units that the runtime does not hook.
+    """Who gathers and frees the units that the runtime does not hook; their modules hold it, by its hooks.
 
     Args:
         units: the modules of each such unit, in order of sharding.
@@ -21,7 +22,7 @@ class Driver:
 
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         self.in_backward = False
-        self._first = [_sharded(modules[0]) for modules in units]
+        self._first = [weakref.ref(_sharded(modules[0])) for modules in units]
         for modules in units:
             for module in modules:
                 module.register_forward_pre_hook(self._before_forward)
@@ -30,14 +31,15 @@ class Driver:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Hold all units from the start of a backward until its gradients are there."""
-        for unit in reversed(self._first):
+        units = [unit for ref in self._first if (unit := ref()) is not None]
+        for unit in reversed(units):
             unit.unshard("backward")
         self.in_backward = True
         try:
             yield
         finally:
             self.in_backward = False
-            for unit in self._first:
+            for unit in units:
                 unit.reshard()
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:

@@ -125,6 +125,7 @@ FEATURES: dict[str, Test] = {
     "another schedule": lambda f: ">" in f.program.schedule,
     "late rank": lambda f: bool(f.program.faults),
     "several steps": lambda f: len(f.program.steps) > 1,
+    "resumed": lambda f: any(step.resume is not None for step in f.program.steps),
     "zeroed gradients": lambda f: any(not step.set_to_none for step in f.program.steps),
     "recorded": lambda f: f.program.context.prefetch_order == "recorded",
     "one stream": lambda f: not f.program.context.overlap_allgather_reduction,
@@ -150,6 +151,7 @@ EXCLUDED: dict[frozenset[str], str] = {
         ("ranks differ", ("one rank",), "it takes two"),
         ("ranks differ", ("reentrant checkpoint",), "the order of reductions would differ too"),
         ("ranks differ", ("frozen later",), "what is applied last must stay trainable"),
+        ("resumed", ("sub-mesh",), "a checkpoint has one weight of each name"),
         ("momentum", ("adaptive optimizer",), "it is an option of SGD"),
         (
             "recorded",

@@ -1,10 +1,12 @@
 """Parity: run a program on simulated ranks and compare it with the unsharded run, bit for bit."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from fsdp_sim.errors import Finding, ParityError
+from fsdp_sim.program.counts import reductions_max, uses_every_prefetch
 from fsdp_sim.program.exactness import gradient_tolerance
 from fsdp_sim.program.results import FullRun, RankRun, Tensors
 from fsdp_sim.program.run import run_program
@@ -34,7 +36,7 @@ def verify(program: ProgramSpec, **options: Any) -> Report:
     options.setdefault("schedule", program.schedule or None)
     options.setdefault("faults", program.faults)
     report = simulate(run_rank, program.world_size, args=(program,), **options)
-    differences = _differences(program, report, expected)
+    differences = run_differences(program, report.results, expected)
     if differences:
         raise _parity_error(differences, report)
     return report
@@ -45,11 +47,53 @@ def run_rank(_rank: int, program: ProgramSpec) -> RankRun:
     return run_program(program)
 
 
-def _differences(program: ProgramSpec, report: Report, expected: FullRun) -> list[str]:
+def run_differences(
+    program: ProgramSpec, ranks: Sequence[RankRun], unsharded: FullRun
+) -> list[str]:
+    """Return in what a run is not as it must be, first differences first; [] if it is.
+
+    Its values must be those of the unsharded run. No unit reduces twice in one backward, no gather is
+    wasted where units run in order, and a model that was dropped is gone.
+
+    Args:
+        program: what was run.
+        ranks: the results of all ranks, in rank order.
+        unsharded: the unsharded run.
+    """
     try:
-        return parity_differences(program, assemble(program, report.results), expected)
+        differences = parity_differences(program, assemble(program, ranks), unsharded)
     except ReplicaError as error:
-        return [str(error)]
+        differences = [str(error)]
+    for run in ranks:
+        differences += _wasted(program, run)
+        if run.alive:
+            parts = ", ".join(run.alive)
+            differences.append(
+                f"rank {run.rank}: a dropped model must be freed at once, got {parts}"
+            )
+    return differences
+
+
+def _wasted(program: ProgramSpec, run: RankRun) -> list[str]:
+    """Return what a rank's collectives were too many of, step by step."""
+    lines = []
+    before = {"reductions": 0, "unused_prefetches": 0}
+    for number, (step, ran) in enumerate(zip(program.steps, run.steps, strict=True)):
+        if step.resume is not None:
+            before = dict.fromkeys(before, 0)
+        added = {name: ran.stats[name] - count for name, count in before.items()}
+        before = {name: ran.stats[name] for name in before}
+        where, most = f"step {number}, rank {run.rank}", reductions_max(program, step)
+        if added["reductions"] > most:
+            lines.append(
+                f"{where}: must issue at most {most} reductions, got {added['reductions']}"
+            )
+        if added["unused_prefetches"] and uses_every_prefetch(program, step):
+            lines.append(
+                f"{where}: must use all that it gathers early, got {added['unused_prefetches']} "
+                f"units that it did not use"
+            )
+    return lines
 
 
 def _parity_error(differences: list[str], report: Report) -> ParityError:

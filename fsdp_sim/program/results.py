@@ -30,10 +30,15 @@ class StepRun:
 
 @dataclass(frozen=True)
 class RankRun:
-    """A whole run on one rank."""
+    """A whole run on one rank.
+
+    Attributes:
+        alive: what was left of models that the program had dropped, before any collection of garbage.
+    """
 
     rank: int
     steps: tuple[StepRun, ...]
+    alive: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

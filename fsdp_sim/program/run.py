@@ -14,7 +14,8 @@ from fsdp_sim.program.check import check_program
 from fsdp_sim.program.model import PlannedError
 from fsdp_sim.program.passes import run_pass, set_frozen
 from fsdp_sim.program.results import Losses, RankRun, StepRun, Tensors
-from fsdp_sim.program.shard import Sharded, shard_program
+from fsdp_sim.program.resume import Watch, shared_folder, start
+from fsdp_sim.program.shard import Sharded
 from fsdp_sim.program.spec import PassSpec, ProgramSpec, StepSpec
 from fsdp_sim.program.tree import units
 
@@ -37,10 +38,27 @@ def run_program(program: ProgramSpec, device: torch.device | None = None) -> Ran
     if dist.get_world_size() != program.world_size:
         got = f"got a process group of {dist.get_world_size()}"
         raise ConfigError(f"the program's mesh {program.mesh} must have all the ranks, {got}")
+    watch = Watch()
+    steps = _run_steps(program, device or _default_device(), watch)
+    return RankRun(dist.get_rank(), steps, watch.alive())
+
+
+def _run_steps(program: ProgramSpec, device: torch.device, watch: Watch) -> tuple[StepRun, ...]:
+    """Train, and drop the model."""
     rank = dist.get_rank()
-    sharded = shard_program(program, rank, device or _default_device())
-    steps = [_run_step(program, sharded, number) for number in range(len(program.steps))]
-    return RankRun(rank, tuple(steps))
+    sharded = start(program, 0, rank, device)
+    watch.add(sharded)
+    ran = []
+    for number, step in enumerate(program.steps):
+        if step.resume is not None:
+            with shared_folder(device) as folder:
+                fsdp_core.save_checkpoint(sharded.model, sharded.optimizer, folder)
+                del sharded
+                sharded = start(program, number, rank, device)
+                fsdp_core.load_checkpoint(sharded.model, sharded.optimizer, folder)
+            watch.add(sharded)
+        ran.append(_run_step(program, sharded, number))
+    return tuple(ran)
 
 
 def _default_device() -> torch.device:

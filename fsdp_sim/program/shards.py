@@ -9,7 +9,7 @@ from fsdp_sim.program.copies import copies, name_in_copy, unit_mesh
 from fsdp_sim.program.placements import letters, shard_order
 from fsdp_sim.program.results import FullRun, FullStep, RankRun, Tensors, floats
 from fsdp_sim.program.spec import ProgramSpec, UnitSpec
-from fsdp_sim.program.tree import unit_specs
+from fsdp_sim.program.tree import at_step, unit_specs
 
 
 class ReplicaError(AssertionError):
@@ -23,15 +23,17 @@ def assemble(program: ProgramSpec, ranks: Sequence[RankRun]) -> FullRun:
         ReplicaError: replicas differ, or some ranks have a gradient and others have none.
     """
     assert [run.rank for run in ranks] == list(range(program.world_size)), "one run per rank"
-    specs = unit_specs(program)
+    specs = [unit_specs(at_step(program, number)) for number in range(len(program.steps))]
     steps = zip(*(run.steps for run in ranks), strict=True)
     return FullRun(
         tuple(
             FullStep(
                 tuple(floats(step.losses) for step in held),
-                _join_all(program, specs, [step.gradients for step in held], f"step {n} gradient"),
                 _join_all(
-                    program, specs, [step.parameters for step in held], f"step {n} parameter"
+                    program, specs[n], [step.gradients for step in held], f"step {n} gradient"
+                ),
+                _join_all(
+                    program, specs[n], [step.parameters for step in held], f"step {n} parameter"
                 ),
                 tuple(dict.fromkeys(name for step in held for name in step.unsharded)),
             )

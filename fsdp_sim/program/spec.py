@@ -16,7 +16,7 @@ from typing import Literal
 
 from fsdp_sim.program.record import Record
 
-SPEC_VERSION = 2
+SPEC_VERSION = 3
 
 DType = Literal["float32", "bfloat16", "float16"]
 Frozen = Literal["none", "weight", "all"]
@@ -204,6 +204,8 @@ class StepSpec(Record):
         set_to_none: the argument of the ``zero_grad`` that ends the step.
         freeze: modules whose own parameters are frozen before the step.
         unfreeze: modules whose own parameters are unfrozen before the step.
+        resume: save model and optimizer before the step, drop them, and go on from the checkpoint with new
+            ones, whose units all have this strategy from now on; None goes on with the old ones.
     """
 
     passes: tuple[PassSpec, ...] = (PassSpec(),)
@@ -211,6 +213,7 @@ class StepSpec(Record):
     set_to_none: bool = True
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
+    resume: Strategy | None = None
 
 
 @dataclass(frozen=True, repr=False)

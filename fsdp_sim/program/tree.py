@@ -65,6 +65,17 @@ def unit_specs(program: ProgramSpec) -> dict[str, UnitSpec]:
     return {path: unit.spec for unit in units(program) for path in unit.members}
 
 
+def at_step(program: ProgramSpec, number: int) -> ProgramSpec:
+    """Return ``program`` with the strategies that its units have in step ``number``."""
+    said = [step.resume for step in program.steps[: number + 1] if step.resume is not None]
+
+    def placed(module: ModuleSpec) -> ModuleSpec:
+        unit = module.unit and dataclasses.replace(module.unit, strategy=said[-1])
+        return dataclasses.replace(module, unit=unit, children=tuple(map(placed, module.children)))
+
+    return dataclasses.replace(program, model=placed(program.model)) if said else program
+
+
 def replace_module(module: ModuleSpec, path: str, **changes: Any) -> ModuleSpec:
     """Return the tree below ``module`` with the fields of the module at ``path`` changed."""
     if path == "":

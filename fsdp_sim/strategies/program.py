@@ -146,6 +146,7 @@ def _programs(
         exceptions=limits.exceptions,
     )
     program = _declared(draw, _with_trained_ends(replace(program, steps=ran)))
+    program = _resumed(draw, program, limits)
     program = _disturbed(draw, program) if limits.disturbed else program
     return program if is_exact(program) else _in_full_precision(program)
 
@@ -281,6 +282,25 @@ def _trainable_count(program: ProgramSpec, members: tuple[str, ...]) -> int:
         for layer in layers
         for name in parameter_shapes(layer, program.width)
     )
+
+
+def _resumed(draw: Draw, program: ProgramSpec, limits: _Limits) -> ProgramSpec:
+    """Return ``program`` with a step that goes on from a checkpoint, with any strategy, sometimes.
+
+    No step in which a pass raised comes before it: what the runtime recovers by itself, it does later.
+    """
+    kinds = [kind for kind in _allowed(len(program.mesh), limits) if kind != "tensor_atomic"]
+    whole = all(unit.spec.axes is None for unit in units(program))
+    can = [
+        number
+        for number in range(1, len(program.steps))
+        if not any(one.raises for one in program.steps[number - 1].passes)
+    ]
+    if not (kinds and whole and can) or not maybe(draw, 40):
+        return program
+    at, made = pick(draw, can), list(program.steps)
+    made[at] = replace(made[at], resume=pick(draw, kinds))
+    return replace(program, steps=tuple(made))
 
 
 def _disturbed(draw: Draw, program: ProgramSpec) -> ProgramSpec:

@@ -67,8 +67,8 @@ def test_a_program_prints_as_the_code_that_makes_it(program: ProgramSpec) -> Non
         ("model", [], "model: must be an object (ModuleSpec), got []"),
         ("model/join", "zip", 'model.join: must be one of chain, sum; got "zip"'),
         ("steps/0/set_to_none", 1, "steps[0].set_to_none: must be of type bool, got 1"),
-        ("version", 99, "version: must be 2, got 99; update fsdp_sim"),
-        ("version", ..., "version: must be the whole number 2, got None"),
+        ("version", 99, "version: must be 3, got 99; update fsdp_sim"),
+        ("version", ..., "version: must be the whole number 3, got None"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_path(path: str, value: Any, message: str) -> None:

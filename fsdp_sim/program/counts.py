@@ -1,0 +1,36 @@
+"""How many collectives a program may cost: a bound of its reductions, and where no gather is wasted; pure."""
+
+from fsdp_sim.program.spec import ProgramSpec, StepSpec
+from fsdp_sim.program.tree import parameter_shapes, units, walk
+
+
+def reductions_max(program: ProgramSpec, step: StepSpec) -> int:
+    """Return how many reductions a rank issues at most: one for each parameter group and backward."""
+    trained = [one for one in step.passes if one.kind == "train"]
+    backwards = sum(1 if one.backward == "joint" else one.forwards for one in trained)
+    return backwards * _group_count(program)
+
+
+def uses_every_prefetch(program: ProgramSpec, step: StepSpec) -> bool:
+    """Return whether what a step gathers early is used: its units run in the order of the tree, each once.
+
+    The modules of a unit of several lie apart in the tree, so it may be gathered for one that has run.
+    """
+    in_order = not any(one.calls or one.raises for one in step.passes)
+    return in_order and all(len(unit.paths) == 1 for unit in units(program))
+
+
+def _group_count(program: ProgramSpec) -> int:
+    """Return how many groups of one dtype and trainability the units' parameters form."""
+    nodes = dict(walk(program.model))
+    groups: dict[tuple[object, ...], None] = {}
+    for unit in units(program):
+        for path in unit.members:
+            layer = nodes[path].layer
+            for name in parameter_shapes(layer, program.width) if layer else ():
+                assert layer is not None
+                is_bias = name == "bias"
+                dtype = (layer.bias_dtype or layer.dtype) if is_bias else layer.dtype
+                trains = layer.frozen == "none" or (layer.frozen == "weight" and is_bias)
+                groups[unit.paths, dtype, trains] = None
+    return len(groups)

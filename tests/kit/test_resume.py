@@ -1,0 +1,137 @@
+"""Programs that go on from a checkpoint, and models that are dropped."""
+
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from fsdp_core import checkpoint
+from fsdp_core.module import ShardedUnit
+from fsdp_sim.errors import ParityError
+from fsdp_sim.mutation.change import replaced
+from fsdp_sim.program import LayerSpec, ModuleSpec, OptimizerSpec, ProgramSpec, StepSpec, UnitSpec
+from fsdp_sim.program.check import SpecError, check_program
+from fsdp_sim.program.parity import verify
+from fsdp_sim.program.spec import Strategy
+
+ROWS = ModuleSpec(LayerSpec("rows", rows=3, bias=True), UnitSpec())
+ROOT = ModuleSpec(LayerSpec(), UnitSpec(), (ROWS, ROWS))
+
+
+ADVICE = "a checkpoint has one weight of each name"
+
+
+def resumed(strategy: Strategy = "zero3", **fields: Any) -> ProgramSpec:
+    """Return two steps with a checkpoint between them."""
+    steps = (StepSpec(set_to_none=False), StepSpec(resume=strategy))
+    return ProgramSpec(ROOT, steps=steps, **fields)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "no_shard"])
+def test_a_program_goes_on_from_its_checkpoint_with_any_strategy(strategy: Strategy) -> None:
+    """Uneven rows and momentum go through it; the step equals that of a run without a checkpoint."""
+    verify(resumed(strategy, optimizer=OptimizerSpec(momentum=0.5)))
+
+
+def test_a_program_that_saves_has_the_same_digest_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the checksums are: a file's name and a random identifier go into them."""
+    digests = []
+    for checksum in (1, 2**32 - 1):
+        monkeypatch.setattr(checkpoint, "checksum", lambda _path, value=checksum: value)
+        digests.append(verify(resumed(), trace=True).trace.digest)
+
+    assert digests[0] == digests[1]
+
+
+def test_a_model_that_waits_for_the_garbage_collector_is_reported() -> None:
+    """A unit that its module holds holds its module; the report names what is left of the model."""
+
+    def keeping(init: Any) -> Any:
+        @wraps(init)
+        def wrong(unit: Any, modules: Any, *args: Any) -> None:
+            init(unit, modules, *args)
+            unit.kept = modules
+
+        return wrong
+
+    program = ProgramSpec(ModuleSpec(LayerSpec("scale"), UnitSpec()), mesh=(1,))
+
+    with replaced(ShardedUnit, "__init__", keeping), pytest.raises(ParityError) as caught:
+        verify(program)
+
+    assert str(caught.value).splitlines()[0] == (
+        "ParityError: rank 0: a dropped model must be freed at once, got the context, module '', "
+        "parameter 'weight'"
+    )
+
+
+ON_ONE_AXIS = ProgramSpec(
+    ModuleSpec(LayerSpec(), UnitSpec(axes=(1,))),
+    (2, 2),
+    steps=(StepSpec(), StepSpec(resume="zero3")),
+)
+
+
+def reducing_twice() -> AbstractContextManager[None]:
+    """Have each unit issue its reductions twice, of nothing the second time."""
+
+    def twice(reduce: Any) -> Any:
+        @wraps(reduce)
+        def wrong(unit: Any) -> None:
+            reduce(unit)
+            reduce(unit)
+
+        return wrong
+
+    return replaced(ShardedUnit, "_reduce", twice)
+
+
+def test_a_unit_that_reduces_twice_is_reported() -> None:
+    """Zeros change no value, so the count alone tells."""
+    with reducing_twice(), pytest.raises(ParityError, match="at most 3 reductions, got 6"):
+        verify(ProgramSpec(ROOT))
+
+
+def test_a_gather_that_nobody_uses_is_reported() -> None:
+    """Where units run in the order of the tree, each prefetch is for the next one."""
+
+    def twice(prefetch: Any) -> Any:
+        @wraps(prefetch)
+        def wrong(unit: Any) -> None:
+            prefetch(unit)
+            unit.come_to_rest()
+
+        return wrong
+
+    with replaced(ShardedUnit, "prefetch", twice), pytest.raises(ParityError) as caught:
+        verify(ProgramSpec(ROOT))
+
+    assert "step 0, rank 0: must use all that it gathers early, got 4 units" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            ProgramSpec(ROOT, steps=(StepSpec(resume="zero3"),)),
+            "steps[0].resume: must be null: there is no checkpoint before the first step",
+        ),
+        (
+            resumed("hsdp"),
+            "steps[1].resume: must be one of no_shard, zero1, zero2, zero3; got hsdp on a mesh of 1 axes",
+        ),
+        (
+            ON_ONE_AXIS,
+            "steps[1].resume: all units must be on the whole mesh, got axes of ''; " + ADVICE,
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_is_refused(program: ProgramSpec, message: str) -> None:
+    """The error says which field, and what must hold."""
+    with pytest.raises(SpecError) as caught:
+        check_program(program)
+
+    assert str(caught.value) == message
