@@ -14,10 +14,15 @@ def reductions_max(program: ProgramSpec, step: StepSpec) -> int:
 def uses_every_prefetch(program: ProgramSpec, step: StepSpec) -> bool:
     """Return whether what a step gathers early is used: its units run in the order of the tree, each once.
 
-    The modules of a unit of several lie apart in the tree, so it may be gathered for one that has run.
+    The modules of a unit of several lie apart in the tree, so it may be gathered for one that has run. Nor
+    does a backward enter units below which nothing is trained.
     """
     in_order = not any(one.calls or one.raises for one in step.passes)
-    return in_order and all(len(unit.paths) == 1 for unit in units(program))
+    layers = [module.layer for _, module in walk(program.model) if module.layer is not None]
+    trained = all(layer.frozen == "none" for layer in layers)
+    frozen_later = any(each.freeze for each in program.steps)
+    alone = all(len(unit.paths) == 1 for unit in units(program))
+    return in_order and trained and not frozen_later and alone
 
 
 def _group_count(program: ProgramSpec) -> int:
