@@ -357,8 +357,12 @@ def _saved_shape(saved: TensorStorageMetadata | BytesStorageMetadata) -> tuple[i
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's tensors by their names; sharded ones share the main weights' storage."""
-    return {f"model.{name}": _as_tensor(name, value) for name, value in model.state_dict().items()}
+    """Return the model's tensors by their names; sharded ones share the main weights' storage.
+
+    Those without elements are left out: PyTorch saves shards, and they have none.
+    """
+    tensors = {name: _as_tensor(name, value) for name, value in model.state_dict().items()}
+    return {f"model.{name}": tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
@@ -400,6 +404,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = {}
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in _held(optimizer, names):
+        if not parameter.numel():
+            continue  # as in `_model_state`; the optimizer makes such a state anew
         describe_state(parameter, optimizer.state.get(parameter, {}))
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

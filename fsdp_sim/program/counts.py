@@ -1,11 +1,17 @@
 """How many collectives a program may cost: a bound of its reductions, and where no gather is wasted; pure."""
 
+from fsdp_sim.program.exactness import uses_in_step
 from fsdp_sim.program.spec import ProgramSpec, StepSpec
 from fsdp_sim.program.tree import parameter_shapes, units, walk
 
 
 def reductions_max(program: ProgramSpec, step: StepSpec) -> int:
-    """Return how many reductions a rank issues at most: one for each parameter group and backward."""
+    """Return how many reductions a rank issues at most: one for each parameter group and backward.
+
+    What a reentrant checkpoint recomputes has a backward of its own, as often as it is called.
+    """
+    if any(module.checkpoint == "reentrant" for _, module in walk(program.model)):
+        return uses_in_step(step, program) * _group_count(program)
     trained = [one for one in step.passes if one.kind == "train"]
     backwards = sum(1 if one.backward == "joint" else one.forwards for one in trained)
     return backwards * _group_count(program)
@@ -14,15 +20,23 @@ def reductions_max(program: ProgramSpec, step: StepSpec) -> int:
 def uses_every_prefetch(program: ProgramSpec, step: StepSpec) -> bool:
     """Return whether what a step gathers early is used: its units run in the order of the tree, each once.
 
-    The modules of a unit of several lie apart in the tree, so it may be gathered for one that has run. Nor
-    does a backward enter units below which nothing is trained.
+    The modules of a unit of several lie apart in the tree, so it may be gathered for one that has run.
+    Backward enters no unit that has no parameter, or below which nothing is trained; and what a failed
+    step gathered may be given back in the next one.
     """
-    in_order = not any(one.calls or one.raises for one in step.passes)
-    layers = [module.layer for _, module in walk(program.model) if module.layer is not None]
-    trained = all(layer.frozen == "none" for layer in layers)
-    frozen_later = any(each.freeze for each in program.steps)
-    alone = all(len(unit.paths) == 1 for unit in units(program))
-    return in_order and trained and not frozen_later and alone
+    layers = {
+        path: module.layer for path, module in walk(program.model) if module.layer is not None
+    }
+    return (
+        not any(one.calls for one in step.passes)
+        and not any(one.raises for each in program.steps for one in each.passes)
+        and all(layer.frozen == "none" for layer in layers.values())
+        and not any(each.freeze for each in program.steps)
+        and all(
+            len(unit.paths) == 1 and not layers.keys().isdisjoint(unit.members)
+            for unit in units(program)
+        )
+    )
 
 
 def _group_count(program: ProgramSpec) -> int:

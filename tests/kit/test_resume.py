@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fsdp_core import checkpoint
-from fsdp_core.module import ShardedUnit
+from fsdp_core.gradients import Gradients
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.errors import ParityError
 from fsdp_sim.mutation.change import replaced
 from fsdp_sim.program import LayerSpec, ModuleSpec, OptimizerSpec, ProgramSpec, StepSpec, UnitSpec
@@ -32,6 +33,14 @@ def resumed(strategy: Strategy = "zero3", **fields: Any) -> ProgramSpec:
 def test_a_program_goes_on_from_its_checkpoint_with_any_strategy(strategy: Strategy) -> None:
     """Uneven rows and momentum go through it; the step equals that of a run without a checkpoint."""
     verify(resumed(strategy, optimizer=OptimizerSpec(momentum=0.5)))
+
+
+def test_weights_without_elements_go_through_a_checkpoint() -> None:
+    """PyTorch writes nothing of them, nor of what the optimizer keeps for them; training goes on."""
+    nothing = ModuleSpec(LayerSpec("rows", rows=0, bias=True), UnitSpec())
+    steps = (StepSpec(), StepSpec(resume="zero1"), StepSpec(resume="zero3"))
+
+    verify(ProgramSpec(nothing, optimizer=OptimizerSpec("adam", lr=0.5), steps=steps))
 
 
 def test_a_program_that_saves_has_the_same_digest_each_time(
@@ -80,13 +89,13 @@ def reducing_twice() -> AbstractContextManager[None]:
 
     def twice(reduce: Any) -> Any:
         @wraps(reduce)
-        def wrong(unit: Any) -> None:
-            reduce(unit)
-            reduce(unit)
+        def wrong(gradients: Any) -> None:
+            reduce(gradients)
+            reduce(gradients)
 
         return wrong
 
-    return replaced(ShardedUnit, "_reduce", twice)
+    return replaced(Gradients, "reduce", twice)
 
 
 def test_a_unit_that_reduces_twice_is_reported() -> None:
