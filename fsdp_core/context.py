@@ -146,7 +146,10 @@ class FsdpContext:
             StateError: called a second time.
         """
         if self._finalized:
-            msg = "a context is finalized once, when its construction scope ends; got a second call"
+            msg = (
+                "a context is finalized once, when its construction scope ends, got a second call; "
+                "leave it to `with fully_shard_context()`"
+            )
             raise StateError(msg)
         forward, backward = self._tree.derive(self._registered)
         self._prefetcher.follow_registration(forward, backward)

@@ -355,18 +355,18 @@ class DBuffer:
     ) -> None:
         """Refuse an `out` that is not what the result would be."""
         if out.placements is not placements and out.placements != placements:
-            problem = f"placements {placements}, got {out.placements}"
+            expected, got = f"placements {placements}", f"{out.placements}"
         elif out.flat.dtype != dtype:
-            problem = f"dtype {dtype}, got {out.flat.dtype}"
+            expected, got = f"dtype {dtype}", f"{out.flat.dtype}"
         elif out.flat.device != self.flat.device:
-            problem = f"device {self.flat.device}, got {out.flat.device}"
+            expected, got = f"device {self.flat.device}", f"{out.flat.device}"
         elif out.layout is not self.layout and out.layout != self.layout:
-            problem = "the layout of this buffer, got another one"
+            expected, got = "the layout of this buffer", "another one"
         elif out.axes is not self.axes and out.axes.mesh != self.axes.mesh:
-            problem = f"the mesh {self.axes.mesh}, got {out.axes.mesh}"
+            expected, got = f"the mesh {self.axes.mesh}", f"{out.axes.mesh}"
         else:
             return
-        msg = f"out must have {problem}; allocate it for these, or leave it out"
+        msg = f"out must have {expected}, got {got}; allocate it so, or leave it out"
         raise ConfigError(msg)
 
     # -- storage -----------------------------------------------------------------------------

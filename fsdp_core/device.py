@@ -76,10 +76,10 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         with suppress(RuntimeError):  # no name of a device, and refused below
             resolved = torch.device(device)
     if not isinstance(resolved, torch.device):  # PyTorch would take 7 for the eighth GPU
-        msg = f"a context needs a cpu or cuda device, got {device!r}"
+        msg = f"a context needs a cpu or cuda device, got {device!r}; name one, or leave it out"
         raise ConfigTypeError(msg)
     if resolved.type not in ("cpu", "cuda"):
-        msg = f"a context needs a cpu or cuda device, got {device}"
+        msg = f"a context needs a cpu or cuda device, got {device}; name one, or leave it out"
         raise ConfigError(msg)
     _check_is_there(resolved)
     return default_device(resolved.type) if resolved.index is None else resolved

@@ -161,7 +161,7 @@ def _before_accumulation(unit: "weakref.ref[ShardedUnit]", fqn: str, _grads: Any
     living = unit()
     if living is None:
         raise loss_of_shards(fqn)
-    raise living.context.located(loss_of_shards(fqn, living.name))
+    raise living.context.located(loss_of_shards(living.identity.full_name(fqn), living.name))
 
 
 def _before_load(

@@ -141,7 +141,8 @@ class FsdpModule:
             StateError: always.
         """
         msg = (
-            f"a sharded {type(self).__name__} cannot be copied or pickled; build a second model, "
-            f"shard it and load_state_dict the first one's state, or copy the model before sharding"
+            f"a sharded module must not be copied or pickled, got a {type(self).__name__}, unit "
+            f"{self.fsdp_unit.name!r}; build a second model, shard it and load_state_dict the first "
+            f"one's state, or copy the model before sharding"
         )
         raise self.context.located(StateError(msg, fqn=self.fsdp_unit.fqn))

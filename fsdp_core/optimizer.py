@@ -258,7 +258,8 @@ class _LocalStep:
                 f"the gradient of parameter {fqn!r} must be the rows that this rank holds, "
                 f"{tuple(first.local.shape)}, got {tuple(local.shape)}; assign a DTensor like the parameter"
             )
-            raise StateError(msg, fqn=fqn)
+            unit: Any = run.group.unit()
+            raise unit.context.located(StateError(msg, fqn=fqn))
         return local.reshape(-1)
 
     def _set_grad(self, plain: nn.Parameter, grad: Tensor | None) -> None:

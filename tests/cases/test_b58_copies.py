@@ -39,8 +39,9 @@ def test_a_copy_of_a_unit_is_refused(way: str) -> None:
         return str(caught.value)
 
     message = (
-        "a sharded FsdpLinear cannot be copied or pickled; build a second model, shard it and "
-        "load_state_dict the first one's state, or copy the model before sharding"
+        "a sharded module must not be copied or pickled, got a FsdpLinear, unit '<root>'; build a "
+        "second model, shard it and load_state_dict the first one's state, or copy the model before "
+        "sharding"
     )
     assert fsdp_sim.simulate(program, 2).results == [message, message]
 
@@ -50,7 +51,9 @@ def test_a_copy_of_a_container_around_a_unit_is_refused(way: str) -> None:
     """With the unit named."""
 
     def program(rank: int) -> None:
-        with pytest.raises(StateError, match="a sharded FsdpLinear cannot be copied"):
+        with pytest.raises(
+            StateError, match="must not be copied or pickled, got a FsdpLinear, unit"
+        ):
             COPIES[way](build())
 
     fsdp_sim.simulate(program, 2)

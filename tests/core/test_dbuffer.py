@@ -414,9 +414,7 @@ def test_an_out_that_is_not_the_result_is_refused(mesh: DeviceMesh) -> None:
         out = DBuffer.empty(mesh, placements, layout, dtype)
         with pytest.raises(ConfigError) as caught:
             buffer.redistribute([R], out=out)
-        assert (
-            str(caught.value) == f"out must have {problem}; allocate it for these, or leave it out"
-        )
+        assert str(caught.value) == f"out must have {problem}; allocate it so, or leave it out"
 
 
 @pytest.mark.everywhere
