@@ -34,6 +34,7 @@ from fsdp_core.agreement import raised_by_all
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.module import FsdpModule
 from fsdp_core.parameter_group import ParameterGroup, describe_state, living_group, owner_of
+from fsdp_core.torch_private import is_extra_state, local_tensor
 from fsdp_core.unit import ShardedUnit
 
 MANIFEST = "manifest.json"
@@ -43,6 +44,10 @@ FORMAT = 2
 # Names that one message repeats.
 NAMES_MAX = 4
 _READ_NBYTES = 1 << 24
+
+# What comes before the name of an entry of the model: a tensor, or what is stored as JSON.
+_MODEL = "model."
+_EXTRA = "extra."
 
 _CLASS = "optimizer.class"
 _OPTIONS = "optimizer.options"
@@ -74,7 +79,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
     target = Path(checkpoint_dir)
     partial = target.with_name(target.name + ".partial")
     with raised_by_all():
-        state = {**_model_state(model), **_optimizer_state(model, optimizer)}
+        state = {**_entries(model.state_dict()), **_optimizer_state(model, optimizer)}
         if dist.get_rank() == 0:
             _make_room(target, partial)
     save(state, storage_writer=FileSystemWriter(partial))
@@ -170,7 +175,8 @@ def load_checkpoint(
 ) -> None:
     """Load model and optimizer in place.
 
-    Everything is checked before anything is written.
+    Everything is checked and read before anything is written: while it is read, this rank's rows of
+    the main weights exist twice.
 
     Args:
         model: sharded in any way; its names and shapes must be those of the saved one.
@@ -183,7 +189,9 @@ def load_checkpoint(
 
     Raises:
         ConfigError: no checkpoint there, a damaged file, an entry that is missing, left over or of
-            another shape, or an optimizer that does not fit. Every rank raises what one of them does.
+            another shape or dtype, or an optimizer that does not fit. Every rank raises what one of
+            them does.
+        CheckpointException: a file cannot be read, on every rank.
     """
     with raised_by_all():
         directory = _find(Path(checkpoint_dir))
@@ -191,15 +199,18 @@ def load_checkpoint(
     with raised_by_all():
         reader = _PlainReader(directory)
         metadata = reader.read_metadata()
-        model_state = _model_state(model)
-        _check_model(model_state, metadata, directory)
+        state = model.state_dict()
+        keys = _check_model(state, metadata, directory)
         texts = {key: _buffer_of(metadata, key) for key in (_CLASS, _OPTIONS, _VALUES)}
     load(texts, storage_reader=reader)
     with raised_by_all():
         name, options, values = map(_decode, texts.values())
         new_options = _fit_options(model, optimizer, name, options)
         optimizer_state = _targets(model, optimizer, metadata)
-    load({**model_state, **optimizer_state}, storage_reader=reader)
+        read = {key: _target_of(name, state[name], metadata, key) for name, key in keys.items()}
+    load({**read, **optimizer_state}, storage_reader=reader)
+    for name, key in keys.items():
+        _set_entry(model, name, state[name], key, read.pop(key))
     _set_state(model, optimizer, optimizer_state, values)
     for param_group, new in zip(optimizer.param_groups, new_options, strict=True):
         _set_options(param_group, new)
@@ -322,47 +333,95 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(msg)
 
 
-def _check_model(state: dict[str, Any], metadata: Metadata, directory: Path) -> None:
+def _check_model(state: dict[str, Any], metadata: Metadata, directory: Path) -> dict[str, str]:
+    """Return the key under which each entry of the model was saved.
+
+    Raises:
+        ConfigError: an entry is missing, left over, or of another shape or dtype.
+    """
     saved = {
-        key: value
-        for key, value in metadata.state_dict_metadata.items()
-        if key.startswith("model.")
+        key.removeprefix(prefix): key
+        for key in metadata.state_dict_metadata
+        for prefix in (_MODEL, _EXTRA)
+        if key.startswith(prefix)
     }
-    missing = [key for key in state if key not in saved]
-    extra = [key for key in saved if key not in state]
-    for problem, keys in (("lacks", missing), ("has, but the model lacks,", extra)):
-        if keys:
-            names = ", ".join(repr(key.removeprefix("model.")) for key in keys[:NAMES_MAX])
+    missing = [name for name, value in state.items() if name not in saved and not _is_empty(value)]
+    extra = [name for name in saved if name not in state]
+    for problem, names in (("lacks", missing), ("has, but the model lacks,", extra)):
+        if names:
+            listed = ", ".join(map(repr, names[:NAMES_MAX]))
             msg = (
                 f"the checkpoint in {str(directory)!r} must have the model's entries, got one that "
-                f"{problem} {len(keys)}: {names}; build the model that was saved; nothing was loaded"
+                f"{problem} {len(names)}: {listed}; build the model that was saved; nothing was loaded"
             )
-            raise ConfigError(msg, fqn=keys[0].removeprefix("model."))
-    for key, value in state.items():
-        expected, got = tuple(value.shape), _saved_shape(saved[key])
-        if got != expected:
-            name = key.removeprefix("model.")
-            msg = (
-                f"{name!r} in the checkpoint in {str(directory)!r} must have shape {expected}, got "
-                f"{got}; build the model that was saved; nothing was loaded"
-            )
-            raise ConfigError(msg, fqn=name)
+            raise ConfigError(msg, fqn=names[0])
+    keys = {name: saved[name] for name in state if name in saved}
+    for name, key in keys.items():
+        if not is_extra_state(name):
+            _check_entry(name, state[name], metadata.state_dict_metadata[key], directory)
+    return keys
 
 
-def _saved_shape(saved: TensorStorageMetadata | BytesStorageMetadata) -> tuple[int, ...] | None:
-    return tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
+def _check_entry(
+    name: str,
+    value: Tensor,
+    saved: TensorStorageMetadata | BytesStorageMetadata,
+    directory: Path,
+) -> None:
+    got = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
+    if got != tuple(value.shape):
+        msg = (
+            f"{name!r} in the checkpoint in {str(directory)!r} must have shape {tuple(value.shape)}, "
+            f"got {got}; build the model that was saved; nothing was loaded"
+        )
+        raise ConfigError(msg, fqn=name)
+    assert isinstance(saved, TensorStorageMetadata)
+    if saved.properties.dtype != value.dtype:
+        msg = (
+            f"{name!r} in the checkpoint in {str(directory)!r} must have dtype {value.dtype}, got "
+            f"{saved.properties.dtype}; load it into a model of that dtype (main_params_dtype of "
+            f"MixedPrecisionPolicy), whose full_state_dict may be loaded into any; nothing was loaded"
+        )
+        raise ConfigError(msg, fqn=name)
+
+
+def _target_of(name: str, value: Any, metadata: Metadata, key: str) -> Tensor:
+    """Return a tensor that takes a saved entry, and shares no storage with the model."""
+    return _buffer_of(metadata, key) if is_extra_state(name) else value.clone()
+
+
+def _set_entry(model: nn.Module, name: str, value: Any, key: str, read: Tensor) -> None:
+    """Put what was read in its place."""
+    if is_extra_state(name):
+        _set_extra(model, name, _decode(read) if key.startswith(_EXTRA) else read)
+    elif isinstance(value, DTensor) and isinstance(read, DTensor):
+        local_tensor(value).copy_(local_tensor(read))
+    else:
+        value.copy_(read)
+
+
+def _set_extra(model: nn.Module, name: str, value: Any) -> None:
+    """Hand a module what its `get_extra_state` gave."""
+    model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 # --- what is saved ---------------------------------------------------------------------------------
 
 
-def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's tensors by their names; sharded ones share the main weights' storage.
+def _entries(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a state dict as tensors: states of modules that are none, as JSON.
 
-    Those without elements are left out: PyTorch saves shards, and they have none.
+    Tensors without elements are left out: PyTorch saves shards, and they have none.
     """
-    tensors = {name: _as_tensor(name, value) for name, value in model.state_dict().items()}
-    return {f"model.{name}": tensor for name, tensor in tensors.items() if tensor.numel()}
+    return {
+        _MODEL + name if isinstance(value, Tensor) else _EXTRA + name: _as_tensor(name, value)
+        for name, value in state.items()
+        if not _is_empty(value)
+    }
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.numel()
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
@@ -405,7 +464,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in _held(optimizer, names):
         if not parameter.numel():
-            continue  # as in `_model_state`; the optimizer makes such a state anew
+            continue  # as in `_entries`; the optimizer makes such a state anew
         describe_state(parameter, optimizer.state.get(parameter, {}))
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -574,21 +633,26 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 # --- whole models ----------------------------------------------------------------------------------
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the whole state dict on the CPU of rank 0, and an empty one elsewhere.
 
-    No rank holds more than one unit whole on its device at a time.
+    No rank holds more than one unit whole on its device at a time. What a module's
+    `get_extra_state` gives is rank 0's.
 
     Ordering:
         Collective on the meshes of all units; the host of rank 0 waits.
     """
     is_writer = dist.get_rank() == 0
-    whole: dict[str, Tensor] = {}
+    whole: dict[str, Any] = {}
     state = model.state_dict(keep_vars=True)
     cache: dict[int, Tensor] = {}
     gathered: ParameterGroup | None = None
     for name, value in _by_group(state):
         owner = owner_of(value)
+        if not isinstance(value, Tensor):
+            if is_writer:
+                whole[name] = value
+            continue
         if owner is None:
             tensor = value.detach()
         else:
@@ -602,17 +666,19 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole[name] for name in state if name in whole}
 
 
-def _by_group(state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+def _by_group(state: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the entries with those of one parameter group side by side."""
-    groups: dict[Any, list[tuple[str, Tensor]]] = {}
+    groups: dict[Any, list[tuple[str, Any]]] = {}
     for name, value in state.items():
         owner = owner_of(value)
         groups.setdefault(owner and owner.group, []).append((name, value))
     return [entry for entries in groups.values() for entry in entries]
 
 
-def load_full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None) -> None:
+def load_full_state_dict(model: nn.Module, state_dict: dict[str, Any] | None) -> None:
     """Load a whole state dict that rank 0 alone holds; others get their rows of one at a time.
+
+    Values are converted to the dtypes of the model, as `load_state_dict` does.
 
     Args:
         model: sharded.
@@ -631,7 +697,11 @@ def load_full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None)
             _check_full(state, state_dict or {})
     with torch.no_grad():
         for name, value in state.items():
-            _load_entry(value, state_dict[name] if dist.get_rank() == 0 and state_dict else None)
+            source = state_dict[name] if dist.get_rank() == 0 and state_dict else None
+            if is_extra_state(name):
+                _load_extra(model, name, source)
+            else:
+                _load_entry(value, source)
 
 
 def _check_full(state: dict[str, Tensor], full: dict[str, Any]) -> None:
@@ -652,6 +722,8 @@ def _full_problem(state: dict[str, Tensor], full: dict[str, Any]) -> str | None:
     if extra:
         return f"more: {', '.join(map(repr, extra[:NAMES_MAX]))}"
     for name, value in state.items():
+        if is_extra_state(name):
+            continue
         whole = full[name]
         if not isinstance(whole, Tensor) or isinstance(whole, DTensor):
             return f"{type(whole).__name__} for {name!r} instead of a whole tensor"
@@ -660,6 +732,12 @@ def _full_problem(state: dict[str, Tensor], full: dict[str, Any]) -> str | None:
         if tuple(whole.shape) != tuple(value.shape):
             return f"shape {tuple(whole.shape)} for {name!r} instead of {tuple(value.shape)}"
     return None
+
+
+def _load_extra(model: nn.Module, name: str, source: Any) -> None:
+    values = [source]
+    dist.broadcast_object_list(values, src=0)
+    _set_extra(model, name, values[0])
 
 
 def _load_entry(value: Tensor, source: Tensor | None) -> None:
@@ -682,6 +760,7 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         ConfigError: the package `safetensors` is not installed.
+        UnsupportedError: a module's `get_extra_state` gives something else than a tensor.
     """
     with raised_by_all():
         try:
@@ -695,9 +774,20 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
     state = full_state_dict(model)
     with raised_by_all():
         if dist.get_rank() == 0:
+            _check_tensors(state)
             partial = Path(path).with_name(Path(path).name + ".partial")
             save_file({name: value.contiguous() for name, value in state.items()}, partial)
             partial.replace(path)
+
+
+def _check_tensors(state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            msg = (
+                f"a safetensors file holds tensors alone, got a {type(value).__name__} for {name!r}; "
+                f"use full_state_dict, or give the module a state of tensors"
+            )
+            raise UnsupportedError(msg, fqn=name)
 
 
 def _units(model: nn.Module) -> list[ShardedUnit]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import optimizer
 
 TESTED_VERSIONS = ("2.11", "2.13")
@@ -105,6 +106,11 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
 def storage_holders(tensor: Tensor) -> int:
     """Return how many references there are to the storage of a tensor, this question's included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is what a module's `get_extra_state` gave."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

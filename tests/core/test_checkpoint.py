@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMATS
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp_core
-from fsdp_core import ConfigError, Placements
+from fsdp_core import ConfigError, MixedPrecisionPolicy, Placements
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.errors import UnsupportedError
 from tests.cases.programs import (
@@ -256,6 +257,91 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Pat
         assert f"{str(tmp_path / 'elsewhere')!r} must hold a whole checkpoint" in message
 
 
+# ---------------------------------------------------------------------- states of modules
+
+
+class Counting(nn.Module):
+    """A layer with a state of its own that is no tensor, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(2, 2), Scale()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count, and call the layer."""
+        self.calls += 1
+        y: Tensor = self.inner(self.layer(x))
+        return y
+
+    def get_extra_state(self) -> Any:
+        """Return what JSON can say, of another length each time."""
+        return {"calls": ["one"] * self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it back."""
+        self.calls = len(state["calls"])
+
+
+class Scale(nn.Module):
+    """A factor that is neither a parameter nor a buffer."""
+
+    factor = torch.tensor([2.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x times the factor."""
+        return x * self.factor
+
+    def get_extra_state(self) -> Tensor:
+        """Return the factor."""
+        return self.factor
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take it back."""
+        self.factor = state
+
+
+def counting() -> tuple[Any, Optimizer]:
+    """A sharded model of them, and its optimizer."""
+    shard(model := fill(Counting()), "layer", "", mesh=(2,))
+    return model, fsdp_core.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@pytest.mark.everywhere
+def test_states_of_modules_come_back(tmp_path: Path) -> None:
+    """Through a checkpoint and through a full state dict: what JSON can say, and tensors."""
+
+    def body(rank: int) -> list[tuple[int, float]]:
+        model, optimizer = counting()
+        train(model, optimizer, range(3))
+        model.inner.factor = torch.tensor([4.0])
+        fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+        full = checkpoints.full_state_dict(model)
+        seen = []
+        for way in ("checkpoint", "full"):
+            other, other_optimizer = counting()
+            if way == "checkpoint":
+                fsdp_core.load_checkpoint(other, other_optimizer, tmp_path / "saved")
+            else:
+                checkpoints.load_full_state_dict(other, full if rank == 0 else None)
+            assert_equal(local_rows(other), local_rows(model))
+            seen.append((other.calls, other.inner.factor.item()))
+        return seen
+
+    assert on_ranks(body, 2) == [[(3, 4.0)] * 2] * 2
+
+
+def test_a_state_that_is_no_tensor_is_not_exported_as_safetensors(tmp_path: Path) -> None:
+    """The error names it, on every rank."""
+
+    def body(_rank: int) -> None:
+        model, _ = counting()
+        with pytest.raises(UnsupportedError, match=r"holds tensors alone, got a dict for '_extra"):
+            checkpoints.export_safetensors(model, tmp_path / "model.safetensors")
+
+    on_ranks(body, 2)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
@@ -319,6 +405,63 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
     damage(tmp_path / "saved", how)
 
     refused(tmp_path / "saved", message)
+
+
+def test_a_file_that_breaks_while_it_is_read_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """Its checksum is right, and its last tensor cannot be understood: no rank loads the others."""
+    save(tmp_path / "saved")
+    stored = checkpoints._PlainReader(tmp_path / "saved").read_metadata().storage_data
+    tensors = [place for index, place in stored.items() if "optimizer.state" in index.fqn]
+    last = max(tensors, key=lambda place: (place.relative_path, place.offset))
+    victim = tmp_path / "saved" / last.relative_path
+    contents = bytearray(victim.read_bytes())
+    contents[last.offset : last.offset + last.length] = b"?" * last.length
+    victim.write_bytes(bytes(contents))
+    put_in_manifest(victim)
+
+    def body(_rank: int) -> None:
+        model, optimizer, _ = build()
+        model.count.fill_(1)
+        before = local_rows(model)
+        with pytest.raises(CheckpointException):
+            fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        assert_equal(local_rows(model), before)
+        assert model.count.item() == 1
+        assert not optimizer.state
+
+    on_ranks(body, 2)
+
+
+def put_in_manifest(file: Path) -> None:
+    """Let the manifest have a file's present size and checksum."""
+    path = file.parent / checkpoints.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["files"][file.name] = [file.stat().st_size, checkpoints.checksum(file)]
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.everywhere
+def test_weights_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    """A checkpoint keeps every bit; a full state dict is converted, as by `load_state_dict`."""
+    save(tmp_path / "saved")
+    half = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
+
+    def body(rank: int) -> tuple[str, list[torch.dtype]]:
+        model, optimizer, _ = build(mixed_precision_policy=half)
+        with pytest.raises(ConfigError) as caught:
+            fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        whole = fill(Tied()).state_dict() if rank == 0 else None
+        checkpoints.load_full_state_dict(model, whole)
+        return str(caught.value), [each.dtype for each in model.parameters()]
+
+    for message, dtypes in on_ranks(body, 2):
+        assert message == (
+            f"'first.weight' in the checkpoint in {str(tmp_path / 'saved')!r} must have dtype "
+            f"torch.bfloat16, got torch.float32; load it into a model of that dtype "
+            f"(main_params_dtype of MixedPrecisionPolicy), whose full_state_dict may be loaded into "
+            f"any; nothing was loaded"
+        )
+        assert set(dtypes) == {torch.bfloat16}
 
 
 @pytest.mark.everywhere
@@ -464,12 +607,7 @@ def test_loading_runs_no_code_of_the_file(tmp_path: Path) -> None:
     save(tmp_path / "saved")
     path = tmp_path / "saved" / checkpoints.METADATA
     path.write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
-    manifest = json.loads((tmp_path / "saved" / checkpoints.MANIFEST).read_text())
-    manifest["files"][checkpoints.METADATA] = [
-        path.stat().st_size,
-        checkpoints.checksum(path),
-    ]
-    (tmp_path / "saved" / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+    put_in_manifest(path)
 
     refused(tmp_path / "saved", "mkdir is no part of checkpoint metadata")
     assert not (tmp_path / "harm").exists()
