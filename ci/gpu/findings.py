@@ -35,7 +35,8 @@ KINDS = ("Race", REUSE)
 SUBJECT = "fsdp_core"
 PROCESSES = 8
 PROGRAMS_PER_SITE = 3
-DELAY_MS = 30.0
+DELAY_MS = 300.0
+"""Longer than the host of a recorded step may need to come to the op that is to overtake."""
 STREAMS = 32
 """As many as PyTorch has of one priority; they are taken in turn."""
 SEGMENT_NBYTES = 2 << 20
