@@ -15,6 +15,12 @@ _C = TypeVar("_C")
 STEPS_KEPT = 64
 """Steps that a finding lists; its count goes on."""
 
+WAITING_MAX = 512
+"""Ops that wait to be judged together."""
+
+_CAN_WAIT = frozenset({Kind.ATEN, Kind.ALLOC, Kind.FREE, Kind.RANGE_PUSH, Kind.RANGE_POP})
+"""Ops that order nothing, and that no program ends with."""
+
 
 @dataclass(slots=True)
 class _Group:
@@ -56,13 +62,14 @@ class Analysis:
 
     The engine calls it while the program runs; a stored or recorded trace goes through the same calls.
 
+    What a running program does may be judged a little later, where that changes no answer: many ops in one
+    go take half the time, since the program's own code does not come between them.
+
     Args:
         checkers: as ``checkers.make`` gives them.
         rank_count: number of ranks.
         now: gives the scheduling step at which the run is, for findings; None if there is none.
-
-    Attributes:
-        clocks: of each rank.
+        keep: takes all ops, in order, some at a time.
     """
 
     def __init__(
@@ -71,9 +78,12 @@ class Analysis:
         rank_count: int,
         *,
         now: Callable[[], int] | None = None,
+        keep: Callable[[Sequence[Op]], None] | None = None,
     ) -> None:
         self.checkers = tuple(checkers)
-        self.clocks = [Clocks() for _ in range(rank_count)]
+        self._clocks = [Clocks() for _ in range(rank_count)]
+        self._waiting: list[Op] = []
+        self._keep = keep
         self._now = now
         self._wanted = {
             kind: tuple(checker.on_op for checker in self.checkers if kind in checker.kinds)
@@ -82,35 +92,67 @@ class Analysis:
         self._groups: dict[tuple[object, ...], _Group] = {}
         self._missing_edges = MissingEdges()
 
+    def clocks(self, rank: int) -> Clocks:
+        """Return the clocks of a rank, advanced by all its ops."""
+        self.settle()
+        return self._clocks[rank]
+
+    def take(self, op: Op) -> Sequence[Finding]:
+        """Take one op of a running program in, and judge it now or later; return new findings.
+
+        Ordering:
+            ``settle`` must be called before the scheduling step changes, since a finding says its own.
+        """
+        self._waiting.append(op)
+        if op.kind in _CAN_WAIT and len(self._waiting) < WAITING_MAX:
+            return ()
+        return self.settle()
+
     def feed(self, op: Op) -> Sequence[Finding]:
-        """Take one op in; return its findings, each as this one occurrence.
+        """Take one op in and judge it; return its findings, each as this one occurrence.
 
         One that an earlier finding's missing edge would mend too is counted there, and not returned.
         """
-        clocks = self.clocks[op.rank]
-        clocks.apply(op)
-        new: Sequence[Finding] = ()
-        for on_op in self._wanted[op.kind]:
-            found = on_op(op, clocks)
-            if found:
-                new = [*new, *found]
-        return self._merge(new) if new else new
+        self._waiting.append(op)
+        return self.settle()
+
+    def settle(self) -> Sequence[Finding]:
+        """Judge the ops that wait; return their findings."""
+        if not self._waiting:
+            return ()
+        waiting, self._waiting = self._waiting, []
+        if self._keep is not None:
+            self._keep(waiting)
+        found: list[Finding] = []
+        for op in waiting:
+            clocks = self._clocks[op.rank]
+            clocks.apply(op)
+            new: list[Finding] = []
+            for on_op in self._wanted[op.kind]:
+                new += on_op(op, clocks)
+            if new:
+                found += self._merge(new)
+        return found
 
     def end(self) -> Sequence[Finding]:
         """The program has ended: return what is broken now."""
+        self.settle()
         return self._merge([finding for checker in self.checkers for finding in checker.on_end()])
 
     def checker(self, kind: type[_C]) -> _C | None:
-        """Return the checker of a class, if it takes part."""
+        """Return the checker of a class, if it takes part; it has seen all ops."""
+        self.settle()
         return next((checker for checker in self.checkers if isinstance(checker, kind)), None)
 
     def add(self, finding: Finding) -> None:
         """Take in a finding that no checker made, such as a deadlock."""
+        self.settle()
         self._merge([finding])
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """Every finding once, in order of first occurrence, with its count, ranks and steps."""
+        self.settle()
         return tuple(group.merged() for group in self._groups.values())
 
     def _merge(self, new: Iterable[Finding]) -> Sequence[Finding]:

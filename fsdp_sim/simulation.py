@@ -11,7 +11,8 @@ import torch
 
 from fsdp_sim import probes
 from fsdp_sim.analysis import Analysis
-from fsdp_sim.checkers import of_collectives
+from fsdp_sim.checkers import Checker, Words, of_collectives
+from fsdp_sim.checkers.memory_peak import MemoryPeak
 from fsdp_sim.cuda_script import names as cuda_script
 from fsdp_sim.cuda_script.gpu import give_gpu
 from fsdp_sim.cuda_script.mode import CudaMode
@@ -97,12 +98,14 @@ class Simulation:
         for name in ("cuda", "values"):
             if getattr(self.knobs, name) and settings.audit:
                 raise ConfigError(f"audit=True must not be joined with the knob {name!r}, got both")
+        self.trace = Trace(settings.world_size, keep_ops=settings.trace)
+        self.gpu_memory = MemoryPeak(Words())
         self.analysis = Analysis(
-            of_collectives(settings.checkers) if self.knobs.values else settings.checkers,
+            self._checkers(),
             settings.world_size,
             now=lambda: self.world.step,
+            keep=self.trace.extend,
         )
-        self.trace = Trace(settings.world_size, keep_ops=settings.trace)
         self.wire = Wire(WorldStore(), is_late=self.knobs.late)
         self.machines: list[Machine] = []
         self.lies: dict[Lie, None] = {}
@@ -118,11 +121,19 @@ class Simulation:
             step_limit=settings.step_limit,
             handover_seconds=settings.handover_seconds,
         )
+        self.world.before_decision = self.analysis.settle
         rules = self.knobs.faults
         count = settings.world_size
         self.faults = Faults(rules, count, self.world.choose_yes) if rules else None
         if self.knobs.collect:
             self.world.before_switch = self._decide_collection
+
+    def _checkers(self) -> Sequence[Checker]:
+        """Return the checkers that apply, and the memory that a CUDA script asks about."""
+        checkers = self.settings.checkers
+        if self.knobs.values:
+            return of_collectives(checkers)
+        return (*checkers, self.gpu_memory) if self.knobs.cuda else checkers
 
     @staticmethod
     def is_running() -> bool:
@@ -176,13 +187,12 @@ class Simulation:
                 rank,
                 self.analysis,
                 self.wire,
-                self.trace.add,
                 poison=self.settings.poison,
                 sees_operators=not self.knobs.values,
             )
             machine.shuffle, machine.faults = self.knobs.shuffle, self.faults
             if self.knobs.cuda:
-                give_gpu(machine)
+                give_gpu(machine, self.gpu_memory)
             self.machines.append(machine)
             self._prepare_host_state(rank)
 

@@ -41,18 +41,19 @@ class Trace:
         self._ops: list[Op] | deque[Op] = [] if keep_ops else deque(maxlen=LAST_OPS_KEPT)
         self._digests = [RankDigest() for _ in range(world_size)]
 
-    def add(self, op: Op) -> None:
-        """Take one op in.
+    def extend(self, ops: Sequence[Op]) -> None:
+        """Take ops in.
 
         Raises:
             RunError: a trace of more than ``TRACE_OPS_MAX`` ops was asked for.
         """
-        if self.keeps_all and len(self._ops) == TRACE_OPS_MAX:
+        if self.keeps_all and len(self._ops) + len(ops) > TRACE_OPS_MAX:
             raise RunError(
                 f"a trace keeps {TRACE_OPS_MAX} ops at most; trace fewer steps, or pass trace=False"
             )
-        self._ops.append(op)
-        self._digests[op.rank].add(op)
+        self._ops.extend(ops)
+        for op in ops:
+            self._digests[op.rank].add(op)
 
     @property
     def ops(self) -> Sequence[Op]:
@@ -113,8 +114,7 @@ class Trace:
     def of(cls, ops: Iterable[Op], world_size: int, ranks: Iterable[int] | None = None) -> "Trace":
         """Make a trace of given ops."""
         trace = cls(world_size, ranks=ranks)
-        for op in ops:
-            trace.add(op)
+        trace.extend(tuple(ops))
         return trace
 
     @classmethod

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_sim.checkers.caching_allocator import CachingAllocator
 from fsdp_sim.checkers.memory_peak import MemoryPeak
-from fsdp_sim.checkers.words import Words
 from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine import patches
 from fsdp_sim.engine.machine import Machine
-from fsdp_sim.op import Op
 
 
 class Gpu:
@@ -26,10 +25,9 @@ class Gpu:
         target: whether what is being made belongs on the GPU; None: where its arguments are.
         rng_state: of its own random number generator.
         pinned: storages of the host's, by number, that the program has pinned.
-        memory: the model of its allocator.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, memory: MemoryPeak) -> None:
         self.machine = machine
         self.device = torch.device("cuda", machine.rank.index)
         self.current = 0
@@ -37,7 +35,7 @@ class Gpu:
         self.target: bool | None = None
         self.rng_state = torch.Generator().manual_seed(machine.rank.index).get_state()
         self.pinned: set[int] = set()
-        self.memory = MemoryPeak(Words())
+        self._memory = memory
 
     def is_here(self, device: Any) -> bool | None:
         """Whether a device argument means this GPU (True), the host (False), or no memory (None).
@@ -70,10 +68,10 @@ class Gpu:
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before anything uses 'cuda'"
             )
 
-    def watch(self, op: Op) -> None:
-        """Let the allocator see an op of the rank."""
-        if op.kind in self.memory.kinds:
-            self.memory.on_op(op, self.machine.clocks)
+    def allocator(self) -> CachingAllocator:
+        """Return the model of its allocator as it is now."""
+        self.machine.analysis.settle()
+        return self._memory.allocator(self.machine.rank.index)
 
     def take(self, storage: Any) -> None:
         """Move a storage of the host's, as a whole, to the GPU."""
@@ -101,18 +99,10 @@ class Gpu:
             patches.set_rng_state(outer)
 
 
-def give_gpu(machine: Machine) -> None:
-    """Give a rank its GPU, whose allocator sees every op from now on."""
-    gpu = machine.gpu = Gpu(machine)
+def give_gpu(machine: Machine, memory: MemoryPeak) -> None:
+    """Give a rank its GPU, whose memory ``memory`` counts."""
+    machine.gpu = Gpu(machine, memory)
     machine.memory.takes_unknown_for_host = True
-    outer = machine.sink
-
-    def sink(op: Op) -> None:
-        gpu.watch(op)
-        if outer is not None:
-            outer(op)
-
-    machine.sink = sink
 
 
 def current() -> Gpu | None:

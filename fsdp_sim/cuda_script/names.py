@@ -180,8 +180,7 @@ def _memory() -> dict[str, Any]:
 
 
 def _allocator() -> CachingAllocator:
-    gpu = own_gpu()
-    return gpu.memory.allocator(gpu.machine.rank.index)
+    return own_gpu().allocator()
 
 
 def _memory_info() -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Machine: the simulated device of one rank - its streams, clocks, memory and the ops it did."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,6 @@ class Machine:
     Attributes:
         rank: the host program.
         sees_operators: ATen operators become ops; else only what collectives and streams do.
-        clocks: happens-before of this rank.
         memory: its storages.
         backward: its backward passes; ``in_backward`` while one runs that uses several streams.
         streams: those in use, by id.
@@ -81,7 +80,6 @@ class Machine:
         rank: Rank,
         analysis: Analysis,
         wire: "Wire",
-        sink: Callable[[Op], None] | None,
         *,
         poison: bool = False,
         sees_operators: bool = True,
@@ -89,10 +87,8 @@ class Machine:
         self.rank = rank
         self.analysis = analysis
         self.wire = wire
-        self.sink = sink
         self.poison = poison
         self.sees_operators = sees_operators
-        self.clocks: Clocks = analysis.clocks[rank.index]
         self.memory = Memory(self)
         self.ranges: list[tuple[str, str | None]] = []
         self.annotation: str | None = None
@@ -138,6 +134,11 @@ class Machine:
         self._stream = stream
         self.backward.note(stream)
 
+    @property
+    def clocks(self) -> Clocks:
+        """Happens-before of this rank, up to its last op."""
+        return self.analysis.clocks(self.rank.index)
+
     # ------------------------------------------------------------------ ids
 
     @property
@@ -181,7 +182,7 @@ class Machine:
         call: Call | None = None,
         source: Source | None = UNKNOWN,
     ) -> Op | None:
-        """Do one op: the clocks advance, the checkers see it, the trace keeps it.
+        """Do one op: the trace keeps it, the clocks advance and the checkers see it.
 
         ``source`` is looked up when it is not given; to give None saves the time.
         """
@@ -201,9 +202,7 @@ class Machine:
             call,
         )
         self._op_count += 1
-        if self.sink is not None:
-            self.sink(op)
-        for finding in self.analysis.feed(op):
+        for finding in self.analysis.take(op):
             if finding.kind in FATAL_KINDS:
                 self.fail(finding)
         return op

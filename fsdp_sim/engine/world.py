@@ -174,6 +174,7 @@ class World:
         self.handover_seconds = handover_seconds
         self.on_stuck = on_stuck
         self.before_switch: Callable[[Rank], None] | None = None
+        self.before_decision: Callable[[], object] | None = None
         self.stop_error: SimulationError | None = None
         self.ranks = [Rank(index, self, host_state()) for index in range(world_size)]
         self.runnable = list(range(world_size))
@@ -201,6 +202,8 @@ class World:
     def _decide(
         self, kind: str, running: int | None, options: tuple[int, ...], default: int
     ) -> int:
+        if self.before_decision is not None:
+            self.before_decision()
         if self.step >= self.step_limit:
             self.stop(
                 StepLimit(

@@ -6,7 +6,7 @@ is answered at once and every wait is over: ops are all that is left.
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +105,7 @@ class ProcessMachine(Machine):
     Args:
         rank: of the process.
         world_size: of its world.
-        sink: takes the ops.
+        keep: takes the ops, some at a time.
 
     Attributes:
         last_event: recorded behind the operation that was issued last; None when it was synchronous.
@@ -113,10 +113,10 @@ class ProcessMachine(Machine):
         is_issuing: Python calls a method of a process group; otherwise C++ does, and waits itself.
     """
 
-    def __init__(self, rank: int, world_size: int, sink: Callable[[Op], None]) -> None:
+    def __init__(self, rank: int, world_size: int, keep: Callable[[Sequence[Op]], None]) -> None:
         scheduled: Any = _Unscheduled(rank)
         nothing_shared: Any = None
-        super().__init__(scheduled, Analysis((), world_size), Wire(nothing_shared), sink)
+        super().__init__(scheduled, Analysis((), world_size, keep=keep), Wire(nothing_shared))
         self.memory = ProcessMemory(self)
         self.communicators = weakref.WeakKeyDictionary()  # type: ignore[assignment]
         self.last_event: int | None = None
@@ -135,10 +135,10 @@ class DeviceMachine(ProcessMachine):
         self,
         rank: int,
         world_size: int,
-        sink: Callable[[Op], None],
+        keep: Callable[[Sequence[Op]], None],
         current: Callable[[], "Stream"],
     ) -> None:
-        super().__init__(rank, world_size, sink)
+        super().__init__(rank, world_size, keep)
         self.memory = DeviceMemory(self)
         self._current = current
 

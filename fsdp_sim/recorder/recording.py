@@ -87,11 +87,11 @@ def record(
 def _seen(recording: Recording, device: str) -> Iterator[None]:
     """See what the process does, until the end of the scope."""
     shadows = cuda.Shadows()
-    add, rank, world_size = recording.trace.add, recording.rank, recording.trace.world_size
+    keep, rank, world_size = recording.trace.extend, recording.rank, recording.trace.world_size
     machine = (
-        ProcessMachine(rank, world_size, add)
+        ProcessMachine(rank, world_size, keep)
         if device == "cpu"
-        else DeviceMachine(rank, world_size, add, shadows.current)
+        else DeviceMachine(rank, world_size, keep, shadows.current)
     )
     with patches.listening() as undo:
         LOCAL.set_everywhere(machine)
@@ -109,6 +109,7 @@ def _seen(recording: Recording, device: str) -> Iterator[None]:
                 yield
         finally:
             machine.is_open = False
+            machine.analysis.settle()
             LOCAL.set_everywhere(None)
             LOCAL.forget()
 

@@ -40,8 +40,8 @@ def test_the_digest_needs_no_op_kept() -> None:
     """It is the same whether the trace was asked for or not."""
     kept, dropped = Trace(1), Trace(1, keep_ops=False)
     for op in step():
-        kept.add(op)
-        dropped.add(op)
+        kept.extend([op])
+        dropped.extend([op])
 
     assert kept.digest == dropped.digest
     assert kept.order_digest == dropped.order_digest
@@ -233,8 +233,7 @@ def test_only_the_last_ops_are_kept_when_no_trace_was_asked_for(tmp_path: Path) 
     """And what needs all of them says so."""
     trace = Trace(1, keep_ops=False)
     ops = Ops()
-    for _ in range(LAST_OPS_KEPT + 1):
-        trace.add(ops.aten(0, write(0)))
+    trace.extend([ops.aten(0, write(0)) for _ in range(LAST_OPS_KEPT + 1)])
 
     assert len(trace.ops) == LAST_OPS_KEPT
     with pytest.raises(ConfigError, match=r"pass trace=True"):
