@@ -46,7 +46,7 @@ def find(machines: Iterable[Machine], known: Iterable[Any]) -> list[Finding]:
 
 
 def _report(machine: Machine, record: StorageRecord, holder: str) -> Finding:
-    storage = record.ref()
+    storage = record()
     nbytes = storage.nbytes() if storage is not None else 0
     rank = machine.rank.index
     message = (

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -26,17 +26,17 @@ class Release(NamedTuple):
     nbytes: int
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows where the storage was, for when it is gone."""
-
-    __slots__ = ("key",)
-    key: int
-
-
-class StorageRecord:
+class StorageRecord(weakref.ref[torch.UntypedStorage]):
     """One storage of one rank, held weakly: the simulator never keeps memory alive.
 
+    Args:
+        storage: what it is about; a call of the record returns it while it lives.
+        died: called with the record when the storage is gone.
+        ordinal: see below.
+        stream: see below.
+
     Attributes:
+        key: the address of the storage, for when it is gone.
         ordinal: the id in ops; a storage that is resized gets a new one, since it is new memory.
         stream: the stream whose pool the memory came from.
         is_host: made from Python data alone, so its reads and writes are on no stream.
@@ -50,7 +50,6 @@ class StorageRecord:
     """
 
     __slots__ = (
-        "__weakref__",
         "born_at",
         "is_allocated",
         "is_born",
@@ -60,14 +59,31 @@ class StorageRecord:
         "key",
         "ordinal",
         "pending",
-        "ref",
         "release",
         "source",
         "stream",
     )
 
-    def __init__(self, key: int, ordinal: int, stream: int) -> None:
-        self.key = key
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a record is itself, whatever it is about
+
+    def __new__(
+        cls,
+        storage: torch.UntypedStorage,
+        died: "Callable[[StorageRecord], None]",
+        ordinal: int,  # noqa: ARG004  as ``__init__``
+        stream: int,  # noqa: ARG004  as ``__init__``
+    ) -> Self:
+        """Refer to a storage."""
+        return super().__new__(cls, storage, died)
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        died: "Callable[[StorageRecord], None]",  # noqa: ARG002  as ``__new__``
+        ordinal: int,
+        stream: int,
+    ) -> None:
+        self.key = storage._cdata
         self.ordinal = ordinal
         self.stream = stream
         self.is_host = False
@@ -76,7 +92,6 @@ class StorageRecord:
         self.is_allocated = False
         self.is_shared = False
         self.pending: list[tuple[Pending, int, int, bool]] = []
-        self.ref: Any = None
         self.born_at = -1
         self.source: Source | None = None
         self.release: Release | None = None
@@ -165,11 +180,9 @@ class Memory:
         record.is_host = True
 
     def _track(self, storage: torch.UntypedStorage) -> StorageRecord:
-        key = storage._cdata
-        record = StorageRecord(key, self._new_ordinal(), self._machine.current_stream_id())
-        record.ref = _StorageRef(storage, self._on_death)
-        record.ref.key = key
-        self.records[key] = record
+        stream = self._machine.current_stream_id()
+        record = StorageRecord(storage, self._on_death, self._new_ordinal(), stream)
+        self.records[record.key] = record
         return record
 
     def _alloc(self, record: StorageRecord, nbytes: int, source: Source | None = UNKNOWN) -> None:
@@ -245,23 +258,22 @@ class Memory:
         them the process would crash.
         """
         for record in tuple(self.records.values()):
-            storage = record.ref()
+            storage = record()
             if record.release is not None and storage is not None and not storage.nbytes():
                 with patches.below_dispatch():
                     storage.resize_(record.release.nbytes)
                     patches.fill_storage(storage, POISON)
 
-    def died(self, key: int) -> None:
+    def died(self, record: StorageRecord) -> None:
         """The last reference to a storage is gone."""
-        record = self.records.pop(key, None)
-        if record is not None:
-            self._free(record)
+        del self.records[record.key]
+        self._free(record)
 
 
-def _on_death(memory: "weakref.ref[Memory]") -> Callable[[Any], None]:
-    def died(ref: _StorageRef) -> None:
+def _on_death(memory: "weakref.ref[Memory]") -> Callable[[StorageRecord], None]:
+    def died(record: StorageRecord) -> None:
         alive = memory()
         if alive is not None:
-            alive.died(ref.key)
+            alive.died(record)
 
     return died

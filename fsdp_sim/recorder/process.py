@@ -53,11 +53,10 @@ class ProcessMemory(Memory):
         super().__init__(machine)
         self._dead: deque[StorageRecord] = deque()
 
-    def died(self, key: int) -> None:
+    def died(self, record: StorageRecord) -> None:
         """The last reference to a storage is gone."""
-        record = self.records.pop(key, None)
-        if record is not None:
-            self._dead.append(record)
+        del self.records[record.key]
+        self._dead.append(record)
         if patches.mode_depths()[1]:
             self._bury()
 
