@@ -39,15 +39,16 @@ def run_spec(name: str, rank: int) -> None:
 def collectives(rank: int) -> None:
     """Synchronous, asynchronous and functional ones, a barrier, and objects."""
     values, both = torch.full((2,), float(rank)), [torch.empty(2), torch.empty(2)]
+    ones = torch.ones(2)
     dist.all_reduce(values)
     works: list[Any] = [
         dist.all_gather(both, values, async_op=True),
-        dist.broadcast(both[0], 1, async_op=True),
+        dist.broadcast(ones, 1, async_op=True),
     ]
     for work in works:
         work.wait()
     assert dist.group.WORLD is not None
-    summed = funcol.all_reduce(both[0], "sum", dist.group.WORLD)
+    summed = funcol.all_reduce(ones, "sum", dist.group.WORLD)
     assert (summed + 1).sum().item() == 6
     dist.barrier()
     dist.all_gather_object([None, None], {"rank": rank})
