@@ -272,6 +272,7 @@ def _observing_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         def observed(state: Any, bucket: Any) -> Any:
             future = hook(state, bucket)
             if isinstance(future, WorkFuture):
+                future.value()  # raises what a callback has raised: C++ would take it for a tensor
                 join_before_backward_ends(machine, future)
             return future
 

@@ -163,7 +163,7 @@ class Stream(torch.Stream):
         return self is other
 
     def __hash__(self) -> int:
-        return hash((self.cuda_stream, "stream"))
+        return self.cuda_stream
 
     def __repr__(self) -> str:
         return f"<simulated stream {self.ordinal}: {self.role}>"

@@ -273,16 +273,19 @@ class World:
         if interrupt is not None:
             raise interrupt
 
-    def _come_home_or_stop(self) -> KeyboardInterrupt | None:
-        """Wait for the ranks; an interrupt of the caller unwinds them first, and is returned."""
+    def _come_home_or_stop(self) -> BaseException | None:
+        """Wait for the ranks; what interrupts the caller unwinds them first, and is returned.
+
+        That is a ``KeyboardInterrupt``, or what the handler of another signal raises, such as a timeout.
+        """
         try:
             self._come_home()
-        except KeyboardInterrupt as interrupt:
+        except HandoverTimeout as error:
+            self.stop_error, self._blocked = error, self._holder
+        except BaseException as interrupt:
             self.stop_error = SimulationError("the caller was interrupted")
             self._come_home()
             return interrupt
-        except HandoverTimeout as error:
-            self.stop_error, self._blocked = error, self._holder
         return None
 
     def _unwind_rest(self) -> None:

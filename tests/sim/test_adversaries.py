@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_sim
+from tests.sim.litmus import cpu, on_one_rank
 
 
 @pytest.mark.parametrize("knob", ["shuffle", "shuffle0", "early", "late2", "Collect"])
@@ -41,6 +42,17 @@ def reduce_in_set_order(rank: int) -> list[int]:
         dist.all_reduce(gradient)
         sizes.append(gradient.numel())
     return sizes
+
+
+def test_a_set_of_streams_has_the_order_of_their_numbers() -> None:
+    """Under every PYTHONHASHSEED."""
+
+    def program() -> list[int]:
+        streams = [cpu.Stream() for _ in range(16)]
+        assert [stream.stream_id for stream in streams] == list(range(1, 17))
+        return [stream.stream_id for stream in {*reversed(streams)}]
+
+    assert on_one_rank(program) == list(range(1, 17))
 
 
 def test_a_set_of_tensors_has_one_order_by_default() -> None:

@@ -275,22 +275,38 @@ def test_ranks_that_poll_for_each_other_come_to_their_end(world_size: int) -> No
     assert report.results == [float(world_size)] * world_size
 
 
-def test_an_interrupt_of_the_caller_unwinds_every_rank() -> None:
+class OutOfTime(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize(
+    ("number", "interrupt"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR1, OutOfTime)]
+)
+def test_an_interrupt_of_the_caller_unwinds_every_rank(
+    number: signal.Signals, interrupt: type[BaseException]
+) -> None:
     """The ranks' cleanup runs, the interrupt comes out, and the next world is as any other."""
     cleaned: list[int] = []
+
+    def raise_it(*_: object) -> None:
+        raise interrupt
 
     def program(rank: int) -> None:
         try:
             dist.barrier()
             if rank == 0:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
             while True:
                 dist.barrier()
         finally:
             cleaned.append(rank)
 
-    with pytest.raises(KeyboardInterrupt):
-        fsdp_sim.simulate(program, 2)
+    before = signal.signal(number, raise_it)
+    try:
+        with pytest.raises(interrupt):
+            fsdp_sim.simulate(program, 2)
+    finally:
+        signal.signal(number, before)
 
     assert sorted(cleaned) == [0, 1]
     assert not dist.is_initialized()
