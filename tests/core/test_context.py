@@ -110,7 +110,6 @@ def test_a_device_that_cannot_compute_units_is_refused(device: str) -> None:
         FsdpContext(device)
 
 
-@pytest.mark.everywhere
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_a_device_that_is_not_there_is_refused(device: str) -> None:
     """A simulated world hides CUDA, as a machine without a GPU has none."""

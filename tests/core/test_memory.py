@@ -320,6 +320,7 @@ def test_a_gpu_gets_all_memory_back(placements: Placements) -> None:
         plain = nn.Linear(width, width)  # what PyTorch takes once for products, and keeps
         step_on_gpu(plain, torch.optim.AdamW(plain.parameters()), width)
         del plain
+        gc.collect()  # what earlier tests left
         before = torch.cuda.memory_allocated()
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         shard(model, "0", "1", "2", "3", "", mesh=(world_size(4),), placements=placements)

@@ -38,7 +38,7 @@ from tests.cases.programs import (
     reduced,
     shard,
 )
-from tests.core.worlds import on_ranks
+from tests.core.worlds import device_type, on_ranks
 
 MANAGED: dict[str, Any] = {"runtime_policy": RuntimePolicy(caller_managed_grad_sync=True)}
 
@@ -584,7 +584,7 @@ def test_a_moved_model_keeps_its_shards() -> None:
     def body(rank: int) -> None:
         shard(model := fill(Row("a")), "a", "")
         before = model.get_parameter("a.weight")
-        model.to("cpu")
+        model.to(device_type())
         assert model.get_parameter("a.weight") is before
         with pytest.raises(StateError, match=r"got a conversion of unit 'a' from torch.float32 on"):
             model.half()

@@ -217,7 +217,7 @@ def test_gradients_of_another_dtype_are_cast_or_handed_on(*, precision_aware: bo
 
     def body(rank: int) -> Any:
         shard(model := fill(linear()), "", mixed_precision_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
         fsdp_core.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
         seen: list[torch.dtype] = []
         optimizer.register_step_pre_hook(
