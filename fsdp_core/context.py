@@ -388,6 +388,7 @@ class FsdpContext:
                 "one is told from the others, got a scope around a forward alone; put both inside"
             )
             raise self.located(StateError(msg))
+        self.sweep()
         if self.is_last_microbatch:
             self._finish_windows()
             if not self.caller_managed_grad_sync:

@@ -55,7 +55,7 @@ class Gradients:
         if self.window.is_full or not self.window.declared:
             self.window = self._new_window()
         else:
-            self.window.entered = 0
+            self.window.entered, self.window.nested = 0, False
 
     def expect_delayed_alone(self) -> None:
         """Wait for delayed gradients alone: no others that are missing will come."""

@@ -360,17 +360,26 @@ class ShardedUnit:
 
     def gradient_ready(self, index: int) -> None:
         """Count a gradient of one parameter, which has been accumulated."""
-        context = self.context
+        context, window = self.context, self.gradients.window
+        if self.phase is Phase.RESTING and window.declared and not in_graph_task():
+            self._late_gradient_ready(index)
+            return
         if self.phase is not Phase.BACKWARD:
             context.begin_backward()
             self._open()
-        window = self.gradients.window
+            window = self.gradients.window
         is_full = window.add(index)
         task = current_graph_task()
         if task not in (-1, context.graph_task):
             more_uses = self.uses.outstanding() > 0
             window.nested |= window.entered > 0 and (more_uses or task != window.graph_task)
         if is_full:
+            self.retry()
+
+    def _late_gradient_ready(self, index: int) -> None:
+        """Count a delayed gradient of a declared window, which keeps no unit in its backward."""
+        if self.gradients.window.add(index):
+            self._open()
             self.retry()
 
     def retry(self) -> None:

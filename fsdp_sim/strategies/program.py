@@ -21,7 +21,6 @@ from fsdp_sim.program.spec import (
     UnitSpec,
 )
 from fsdp_sim.program.tree import (
-    Unit,
     owning_unit,
     parameter_names,
     parameter_shapes,
@@ -256,7 +255,7 @@ def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     counts = {
         path: backwards * count
         for unit in units(program)
-        if (count := _trainable_count(program, unit.members)) and not _delays(program, unit)
+        if (count := _trainable_count(program, unit.members))
         for path in unit.paths
     }
     for path, count in counts.items():
@@ -265,12 +264,6 @@ def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
         declared = replace(unit, grad_accumulation_count=count)
         program = replace(program, model=replace_module(program.model, path, unit=declared))
     return replace(program, steps=(step,) * len(program.steps))
-
-
-def _delays(program: ProgramSpec, unit: Unit) -> bool:
-    """Return whether a gradient of the unit comes after the backward."""
-    nodes = dict(walk(program.model))
-    return any((layer := nodes[path].layer) and layer.delayed for path in unit.members)
 
 
 def _trainable_count(program: ProgramSpec, members: tuple[str, ...]) -> int:
