@@ -83,18 +83,23 @@ def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
 
     Such a module is in a unit with no unit inside, before or behind which its gradients may be complete.
     It or a module above it, up to its unit, has a trainable weight that is applied after the calls: the
-    unit then gets a gradient on every rank, whatever was called. A unit without hooks cannot know of it
-    once that weight is frozen, so it has no such modules. There are none at all beside a reentrant
-    checkpoint, which gathers the next unit before the runtime can see that backward has left this one.
+    unit then gets a gradient on every rank, whatever was called. There are none at all beside a reentrant
+    checkpoint, which gathers the next unit before the runtime can see that backward has left this one, nor
+    beside a unit without hooks, whose backward it cannot see.
     """
     free: list[str] = []
-    if any(module.checkpoint == "reentrant" for _, module in walk(model)):
+    if not all(_is_followed(module) for _, module in walk(model)):
         return ()
     for path, module in walk(model):
         encloses = any(below.unit for below_path, below in walk(module) if below_path)
-        if module.unit is not None and module.unit.hooks and not encloses:
+        if module.unit is not None and not encloses:
             free += _free_in(module, path, anchored=False)
     return tuple(free)
+
+
+def _is_followed(module: ModuleSpec) -> bool:
+    """Return whether the runtime sees backward enter the module where it is its turn."""
+    return module.checkpoint != "reentrant" and (module.unit is None or module.unit.hooks)
 
 
 def _free_in(module: ModuleSpec, path: str, *, anchored: bool) -> Iterator[str]:
@@ -178,12 +183,16 @@ def _evaluation(draw: Draw, world: _World) -> PassSpec:
 def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
     """Return ``one`` with an exception on all ranks: at the top, where their calls differ.
 
+    Under RECORDED it comes behind a layer: the output of a module that only hands its input on would be one
+    more node of the graph, so that backward would run in another order.
+
     A step follows in which the program must have recovered; it also frees what PyTorch's engine keeps
     queued of a backward that raised, until the next one.
     """
     differ = any(calls.ranks is not None for calls in one.calls)
     path = "" if differ else pick(draw, list(world.nodes))
-    phase: Phase = "backward" if one.kind == "train" and maybe(draw, 50) else "forward"
+    can = one.kind == "train" and (world.nodes[path].layer is not None or not world.recorded)
+    phase: Phase = "backward" if can and maybe(draw, 50) else "forward"
     is_in_unit = any(world.nodes[above].unit for above in world.nodes if _reaches(above, path))
     left = is_in_unit and maybe(draw, 30)  # outside every unit the runtime does not see a backward
     return replace(one, raises=RaiseSpec(path, phase, reset=not left))
