@@ -1,6 +1,7 @@
 """Identity: which unit something is about, for messages, for profilers, and for lists that hold no unit."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -26,6 +27,15 @@ class Identity:
         if label is None:
             label = self._labels[operation] = f"{operation} {self.name}"
         return label
+
+    def leave_out(self, frozen: Sequence[str]) -> None:
+        """Say in the name of the unit's reductions which parameters get nothing of them.
+
+        Why there: ranks must agree on it, and whoever compares what they reduce finds those that
+        do not, by the parameter's name.
+        """
+        without = f" without {', '.join(frozen)}" if frozen else ""
+        self._labels["reduce_gradients"] = f"reduce_gradients {self.name}{without}"
 
     def full_name(self, fqn: str) -> str:
         """Return the name of one of the unit's parameters relative to its root."""

@@ -223,6 +223,9 @@ class Weights:
             elif full.requires_grad and not sharded.requires_grad:
                 full.requires_grad_(False)  # noqa: FBT003 - PyTorch's own signature
         self.has_frozen = any(not full.requires_grad for _, full in self._pairs)
+        reduced = [group for group in self._groups if group.is_trainable]
+        members = [member for group in reduced for member in group.members]
+        self._identity.leave_out([each.fqn for each in members if not each.full.requires_grad])
 
     def check_unwritten(self) -> None:
         """Check that nobody wrote full weights that are dropped.

@@ -135,3 +135,31 @@ def test_a_parameter_that_is_frozen_later_on_one_rank_only_is_found() -> None:
     message = str(caught.value)
     assert message.startswith("no rank can go on; missing: rank 0")
     assert "for reduce_scatter [fsdp_core::reduce_gradients <root>]" in message
+
+
+def freeze_beside_another(rank: int, *, on_ranks: tuple[int, ...]) -> list[bool]:
+    """Two steps; some ranks freeze q before the second. Whether p and q have a gradient then."""
+    choice: Any = Choosy().choice
+    shard(choice, "")
+    for step in range(2):
+        choice.zero_grad()
+        choice.q.requires_grad_(step == 0 or rank not in on_ranks)
+        choice(integers(4).requires_grad_(), (True, True)).sum().backward()
+    return [parameter.grad is not None for parameter in (choice.p, choice.q)]
+
+
+def test_a_parameter_that_is_frozen_beside_a_trainable_one_on_one_rank_only_is_found() -> None:
+    """It is reduced for the other parameter's sake; the reduction says what it leaves out."""
+    with pytest.raises(fsdp_sim.CollectiveMismatch) as caught:
+        fsdp_sim.simulate(partial(freeze_beside_another, on_ranks=(0,)), 2)
+
+    message = str(caught.value)
+    assert "reduce_scatter SUM [fsdp_core::reduce_gradients <root> without q] of [4]" in message
+    assert "reduce_scatter SUM [fsdp_core::reduce_gradients <root>] of [4]" in message
+
+
+def test_a_parameter_that_is_frozen_beside_a_trainable_one_on_all_ranks_has_no_gradient() -> None:
+    """The same program without the mistake."""
+    report = fsdp_sim.simulate(partial(freeze_beside_another, on_ranks=(0, 1)), 2)
+
+    assert report.results == [[True, False]] * 2
