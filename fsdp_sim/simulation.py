@@ -15,7 +15,7 @@ from fsdp_sim.checkers import Checker, Words, of_collectives
 from fsdp_sim.checkers.memory_peak import MemoryPeak
 from fsdp_sim.cuda_script import names as cuda_script
 from fsdp_sim.cuda_script.gpu import give_gpu
-from fsdp_sim.cuda_script.mode import CudaMode
+from fsdp_sim.cuda_script.mode import AuditedCudaMode, CudaMode
 from fsdp_sim.engine import groups, leaks, patches, process_group, shims, stuck
 from fsdp_sim.engine.audit import AuditMode, Lie
 from fsdp_sim.engine.dispatch import RankMode
@@ -95,9 +95,8 @@ class Simulation:
         self.settings = settings
         self.recorder = Recorder(settings.scheduler, caller)
         self.knobs = Knobs.parse(settings.knobs)
-        for name in ("cuda", "values"):
-            if getattr(self.knobs, name) and settings.audit:
-                raise ConfigError(f"audit=True must not be joined with the knob {name!r}, got both")
+        if self.knobs.values and settings.audit:
+            raise ConfigError("audit=True must not be joined with the knob 'values', got both")
         self.trace = Trace(settings.world_size, keep_ops=settings.trace)
         self.gpu_memory = MemoryPeak(Words())
         self.analysis = Analysis(
@@ -262,9 +261,10 @@ class Simulation:
     def _mode(self, machine: Machine) -> AbstractContextManager[Any]:
         if not machine.sees_operators:
             return nullcontext()
-        if machine.gpu is not None:
-            return CudaMode(machine, machine.gpu)
-        return AuditMode(machine, self.lies) if self.settings.audit else RankMode(machine)
+        has_gpu = machine.gpu is not None
+        if self.settings.audit:
+            return (AuditedCudaMode if has_gpu else AuditMode)(machine, self.lies)
+        return (CudaMode if has_gpu else RankMode)(machine)
 
     # ------------------------------------------------------------------ nobody can run
 

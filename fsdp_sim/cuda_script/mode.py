@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_sim.cuda_script.gpu import Gpu
+from fsdp_sim.cuda_script.gpu import own_gpu
 from fsdp_sim.engine import deferral, host_reads, patches
+from fsdp_sim.engine.audit import AuditMode
 from fsdp_sim.engine.dispatch import (
     NEEDS_NO_MEMORY,
     Operator,
@@ -39,9 +40,9 @@ _CPU = torch.device("cpu")
 class CudaMode(RankMode):
     """The dispatch mode of one rank of a CUDA script."""
 
-    def __init__(self, machine: Machine, gpu: Gpu) -> None:
+    def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self._gpu = gpu
+        self._gpu = own_gpu()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer one call: on the GPU, on the host, or from one to the other."""
@@ -176,6 +177,10 @@ class CudaMode(RankMode):
                     f"{self._gpu.device}, as NCCL's, got one on the host; move it there (collectives of "
                     "gloo on the host are not simulated beside NCCL's)"
                 )
+
+
+class AuditedCudaMode(AuditMode, CudaMode):
+    """The same under the self-audit: the bytes of each operator's arguments are compared."""
 
 
 def _plain(value: Any) -> Iterator[Tensor]:

@@ -143,3 +143,26 @@ def test_every_entry_of_the_table_is_needed(name: str, monkeypatch: pytest.Monke
     monkeypatch.delitem(dispatch.HIDDEN_WRITES, name)
 
     assert f"  {name} writes its argument" in audited(run_zoo)
+
+
+def test_operators_of_a_cuda_script_are_audited(library: torch.library.Library) -> None:
+    """Those that keep their word are clean, moves from host to GPU and back among them."""
+
+    def kernel(x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+    def honest() -> float:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to("cuda")
+        loss = model(torch.ones(2, 2).to("cuda", non_blocking=True)).sum()
+        loss.backward()
+        return float(loss.detach().cpu())
+
+    define(library, "hidden_on_gpu(Tensor x) -> Tensor", kernel)
+
+    on_one_rank(honest, knobs=("cuda",), audit=True)
+    with pytest.raises(fsdp_sim.WrongSchema, match=r"  hidden_on_gpu writes its argument 'x'\n"):
+        on_one_rank(
+            lambda: torch.ops.fsdp_sim_tests.hidden_on_gpu(torch.ones(2, device="cuda")),
+            knobs=("cuda",),
+            audit=True,
+        )
