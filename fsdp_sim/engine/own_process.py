@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine import patches
+from fsdp_sim.engine.machine import Machine
 
 
 def install(undo: patches.Patches) -> None:
@@ -22,6 +23,10 @@ def install(undo: patches.Patches) -> None:
     undo.wrap(signal, "getsignal", _getting_handler)
     for module in patches.STARTERS_OF_PROCESSES:
         undo.wrap(module, "start_processes", _refusing_in_ranks)
+    profiler = _Profiler()
+    for name in patches.PROFILER_STARTS:
+        undo.wrap(patches.PROFILER, name, profiler.starting)
+    undo.wrap(patches.PROFILER, patches.PROFILER_END, profiler.ending)
     for owner in (logging.Handler, functools.cached_property):
         undo.define(owner, "lock", property(_lock_of, _set_lock))
 
@@ -79,6 +84,40 @@ def _refuse_processes() -> NoReturn:
         "real ones; call the function that it was given with the rank from os.environ['RANK'], as under "
         "torchrun"
     )
+
+
+class _Profiler:
+    """PyTorch's profiler is one for the process: two threads that use it at once may crash it."""
+
+    def __init__(self) -> None:
+        self._user: Machine | None = None
+
+    def starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what begins a profile."""
+
+        @functools.wraps(original)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            machine, user = machines.current(), self._user
+            if machine is not None and user is not None and user is not machine:
+                raise NotImplementedError(
+                    "PyTorch's profiler must be used by one simulated rank at a time, got rank "
+                    f"{machine.rank.index} while rank {user.rank.index} profiles; profile one rank, such as "
+                    "the one with RANK=0"
+                )
+            self._user = machine
+            return original(*args, **kwargs)
+
+        return start
+
+    def ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what ends it."""
+
+        @functools.wraps(original)
+        def end(*args: Any, **kwargs: Any) -> Any:
+            self._user = None
+            return original(*args, **kwargs)
+
+        return end
 
 
 class _RanksOwnLock:

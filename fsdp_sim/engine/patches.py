@@ -632,6 +632,10 @@ METHODS_WITH_REDUCE_OP = (
 )
 
 
+PROFILER = torch.autograd.profiler
+PROFILER_STARTS, PROFILER_END = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
+"""What PyTorch's profiler calls when it begins to warm up or record, and when it ends."""
+
 STARTERS_OF_PROCESSES = (
     torch.multiprocessing,
     importlib.import_module("torch.multiprocessing.spawn"),

@@ -486,6 +486,29 @@ def test_a_rank_that_would_start_ranks_is_refused() -> None:
         on_one_rank(lambda: torch.multiprocessing.spawn(print, nprocs=2))
 
 
+def test_the_profiler_is_one_ranks_at_a_time() -> None:
+    """Two threads that use PyTorch's profiler at once may end the process: the second is refused."""
+
+    def program(rank: int, together: bool) -> bool:
+        if rank == 1 and not together:
+            turn()
+        with torch.profiler.profile() as profiler:
+            torch.ones(2).add(1)
+            if together:
+                turn()
+        if rank == 0 and not together:
+            turn()
+        return "aten::add" in [each.key for each in profiler.key_averages()]
+
+    message = (
+        "PyTorch's profiler must be used by one simulated rank at a time, got rank 1 while rank 0 "
+        "profiles; profile one rank, such as the one with RANK=0"
+    )
+    assert fsdp_sim.simulate(program, 2, args=(False,)).results == [True, True]
+    with pytest.raises(NotImplementedError, match=f"(?m)^{message}$"):
+        fsdp_sim.simulate(program, 2, args=(True,))
+
+
 def test_a_data_loader_has_worker_processes(capfd: pytest.CaptureFixture[str]) -> None:
     """They are forked from a rank, and nothing of the world gets in their way."""
 
