@@ -9,7 +9,7 @@ from fsdp_core.context import FsdpContext
 from fsdp_core.errors import StateError, StateValueError
 from fsdp_core.identity import Identity
 from fsdp_core.parameter_group import ParameterGroup, trainable_among
-from fsdp_core.torch_private import post_accumulate_hooks
+from fsdp_core.torch_private import in_graph_task, post_accumulate_hooks
 from fsdp_core.window import Window
 
 
@@ -36,6 +36,8 @@ class Gradients:
         self._fulls = [member.full for member in self._members]
         self.has_delayed = any(member.is_delayed for member in self._members)
         self.window = self._new_window()
+        # The backward pass that brought the last gradient of a declared window.
+        self._filled_in = -1
 
     # -- counting ----------------------------------------------------------------------------
 
@@ -52,10 +54,39 @@ class Gradients:
 
     def close_window(self) -> None:
         """End a backward of the unit; a window whose declared gradients have not all come stays."""
+        if self.window.declared and self.window.is_full and in_graph_task():
+            self._filled_in = self._context.graph_task
         if self.window.is_full or not self.window.declared:
             self.window = self._new_window()
         else:
             self.window.entered, self.window.nested = 0, False
+
+    def add(self, index: int) -> bool:
+        """Count the gradient of a parameter, and return whether all expected ones have come.
+
+        Raises:
+            StateError: more came in one backward pass than were declared.
+        """
+        window = self.window
+        if window.declared and (window.is_full or self._is_filled_in_this_pass):
+            fqn = self._members[index].fqn
+            msg = (
+                f"grad_accumulation_count of unit {self._identity.name!r} must count every gradient "
+                f"of a window, got {window.expected} declared and one more for {fqn!r} in the same "
+                f"backward pass; declare as many as come, or None"
+            )
+            name = self._identity.full_name(fqn)
+            raise self._context.located(StateValueError(msg, fqn=name))
+        return window.add(index)
+
+    @property
+    def may_get_more(self) -> bool:
+        """Whether gradients may come that were not declared."""
+        return self.window.declared and bool(self._missing())
+
+    @property
+    def _is_filled_in_this_pass(self) -> bool:
+        return self._filled_in == self._context.graph_task and in_graph_task()
 
     def expect_delayed_alone(self) -> None:
         """Wait for delayed gradients alone: no others that are missing will come."""

@@ -359,7 +359,11 @@ class ShardedUnit:
             self._open()
 
     def gradient_ready(self, index: int) -> None:
-        """Count a gradient of one parameter, which has been accumulated."""
+        """Count a gradient of one parameter, which has been accumulated.
+
+        Raises:
+            StateError: more came than were declared.
+        """
         context, window = self.context, self.gradients.window
         if self.phase is Phase.RESTING and window.declared and not in_graph_task():
             self._late_gradient_ready(index)
@@ -368,7 +372,7 @@ class ShardedUnit:
             context.begin_backward()
             self._open()
             window = self.gradients.window
-        is_full = window.add(index)
+        is_full = self.gradients.add(index)
         task = current_graph_task()
         if task not in (-1, context.graph_task):
             more_uses = self.uses.outstanding() > 0
@@ -390,8 +394,13 @@ class ShardedUnit:
             self._finish_gradients()
 
     def _finish_gradients(self) -> None:
-        """Reduce; close the unit unless frozen weights may still be read in this backward pass."""
-        is_over = not (self.weights.has_frozen and in_graph_task())
+        """Reduce; close the unit unless its weights may still be read in this backward pass.
+
+        Those of frozen parameters may, and of such as got no gradient before the declared ones were
+        there.
+        """
+        may_read = self.weights.has_frozen or self.gradients.may_get_more
+        is_over = not (may_read and in_graph_task())
         if is_over:
             self._leave_weights()
         self.gradients.reduce()

@@ -308,14 +308,26 @@ def enter_twice(rank: int) -> None:
     step(model, rank)
 
 
+def declared(model: nn.Module, count: int) -> None:
+    """Shard two units, of which the last is to get `count` gradients."""
+    policy = SchedulePolicy(grad_accumulation_count=count)
+    with fsdp_core.fully_shard_context():
+        fsdp_core.fully_shard(model.get_submodule("layers.first"), mesh_of(2), SHARDED)
+        fsdp_core.fully_shard(last(model), mesh_of(2), SHARDED, schedule_policy=policy)
+        fsdp_core.fully_shard(model, mesh_of(2), SHARDED)
+
+
+def declare_too_few(rank: int) -> None:
+    """A backward that brings more gradients than were declared."""
+    model = nn.ModuleDict({"layers": Row(first=linear(), last=nn.Linear(2, 2))})
+    declared(model, 1)
+    step(model, rank)
+
+
 def step_mid_window(rank: int) -> None:
     """An optimizer's step with half of the gradients that were declared."""
     model = nn.ModuleDict({"layers": Row("first", "last")})
-    twice = SchedulePolicy(grad_accumulation_count=2)
-    with fsdp_core.fully_shard_context():
-        fsdp_core.fully_shard(model.get_submodule("layers.first"), mesh_of(2), SHARDED)
-        fsdp_core.fully_shard(last(model), mesh_of(2), SHARDED, schedule_policy=twice)
-        fsdp_core.fully_shard(model, mesh_of(2), SHARDED)
+    declared(model, 2)
     optimizer = fsdp_core.fully_shard_optimizer(torch.optim.SGD(last(model).parameters(), lr=1.0))
     step(model, rank)
     optimizer.step()
@@ -475,6 +487,7 @@ FAILURES = [
     reshard_inside,
     load_inside,
     enter_twice,
+    declare_too_few,
     step_mid_window,
     change_dtype,
     write_between,

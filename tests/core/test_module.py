@@ -233,6 +233,29 @@ def test_a_partly_filled_window_cannot_be_used() -> None:
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize("frozen", [False, True])
+def test_more_gradients_than_declared_are_refused(*, frozen: bool) -> None:
+    """In one backward pass, whether the unit is over or frozen weights keep it; next, all is well."""
+
+    def body(rank: int) -> None:
+        model = fill(Row("a", "b", "c"))
+        model.get_submodule("c").requires_grad_(not frozen)
+        context = shard(model, "", **declared(1))
+        with pytest.raises(StateError) as caught:
+            step(model, rank, 0)
+        assert str(caught.value).startswith(
+            f"grad_accumulation_count of unit '<root>' must count every gradient of a window, got 1 "
+            f"declared and one more for {'a.weight' if frozen else 'b.weight'!r} in the same backward "
+            f"pass; declare as many as come, or None"
+        )
+        context.reset()
+        model(batch(rank), calls=("a",)).sum().backward()
+        assert_resting(model)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.everywhere
 def test_a_count_on_a_unit_without_trainable_parameters_is_refused() -> None:
     """It could never be reached."""
 
