@@ -109,7 +109,7 @@ def explore(
         world_size: number of ranks.
         schedules: how many to run at most.
         scheduler: "pct", "uniform", "portfolio" (both in turn), or "exhaustive" (every schedule of at most
-            two deviations, one after the other).
+            two deviations whose order can matter, one after the other).
         seed: of the first schedule.
         strict: raise the failure, with ``.exploration`` attached; otherwise return it.
         on_schedule: called with the number of schedules run, for a progress bar or a limit of time;
@@ -155,7 +155,7 @@ def explore(
 def _schedulers(name: str) -> Iterator[str | Scheduler]:
     """Yield what chooses in each run; the first one is always in program order."""
     if name == "exhaustive":
-        exhaustive = Exhaustive()
+        exhaustive = Exhaustive(reduced=True)
         yield exhaustive
         while exhaustive.next():
             yield exhaustive

@@ -120,6 +120,7 @@ class Simulation:
             step_limit=settings.step_limit,
             handover_seconds=settings.handover_seconds,
         )
+        self.world.on_point = getattr(settings.scheduler, "reached", None)
         self.world.before_decision = self.analysis.settle
         rules = self.knobs.faults
         count = settings.world_size

@@ -9,6 +9,7 @@ from fsdp_sim.checkers.deadlock import StoreKey
 from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine import patches
 from fsdp_sim.engine.world import Rank, Wait
+from fsdp_sim.scheduler.independence import ALL_KEYS
 
 
 class Contents:
@@ -43,14 +44,16 @@ class WorldStore(patches.Store):
         self.contents = contents if contents is not None else Contents()
         self._prefix = prefix
 
-    def _reach(self, *, polls: bool = False) -> Rank | None:
+    def _reach(self, *keys: str, polls: bool = False) -> Rank | None:
+        """Let others go first; with one key, only those who use it could notice."""
         machine = machines.current()
         if machine is None:
             return None
+        key = self._prefix + keys[0] if len(keys) == 1 else ALL_KEYS
         if polls:
-            machine.rank.poll("store")
+            machine.rank.poll("store", key)
         else:
-            machine.rank.reach("store")
+            machine.rank.reach("store", key)
         if machine.faults is not None:
             machine.faults.visit(machine.rank, "store")
         return machine.rank
@@ -74,29 +77,29 @@ class WorldStore(patches.Store):
 
     def set(self, key: str, value: Any) -> None:
         """Set a key and wake whoever waits for it."""
-        self._reach()
+        self._reach(key)
         self._put(key, value)
 
     def get(self, key: str) -> bytes:
         """Return a key's value, after waiting until it is set."""
-        self._park(self._reach(), [key], lambda: self._has(key))
+        self._park(self._reach(key), [key], lambda: self._has(key))
         return self.contents.values[self._prefix + key]
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter and return the sum."""
-        self._reach()
+        self._reach(key)
         total = int(self.contents.values.get(self._prefix + key, b"0")) + value
         self._put(key, str(total))
         return total
 
     def append(self, key: str, value: Any) -> None:
         """Append to a value; an absent one is empty."""
-        self._reach()
+        self._reach(key)
         self._put(key, self.contents.values.get(self._prefix + key, b"") + _bytes(value))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Set a key if it has the expected value, or is absent and "" is expected; return its value."""
-        self._reach()
+        self._reach(key)
         now = self.contents.values.get(self._prefix + key)
         if now == _bytes(expected) or (now is None and not expected):
             self._put(key, desired)
@@ -104,19 +107,19 @@ class WorldStore(patches.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
-        self._reach(polls=True)
+        self._reach(*keys, polls=True)
         return all(self._has(key) for key in keys)
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it was there."""
-        self._reach()
+        self._reach(key)
         return self.contents.values.pop(self._prefix + key, None) is not None
 
     deleteKey = delete_key  # noqa: N815  what PrefixStore calls
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002
         """Park until all keys are set."""
-        rank = self._reach()
+        rank = self._reach(*keys)
         missing = [key for key in keys if not self._has(key)]
         self._park(rank, missing, lambda: all(self._has(key) for key in keys))
 
@@ -127,7 +130,7 @@ class WorldStore(patches.Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         """Set several keys."""
-        self._reach()
+        self._reach(*keys)
         for key, value in zip(keys, values, strict=True):
             self._put(key, value)
 
@@ -147,13 +150,13 @@ class WorldStore(patches.Store):
 
     def queue_push(self, key: str, value: Any) -> None:
         """Put a value at the end of a queue."""
-        self._reach()
+        self._reach(key)
         self.contents.queues.setdefault(self._prefix + key, deque()).append(_bytes(value))
         self.contents.changed()
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:  # noqa: FBT001, FBT002  as PyTorch's
         """Take the first value of a queue, after waiting for one."""
-        rank = self._reach()
+        rank = self._reach(key)
         queue = self.contents.queues.setdefault(self._prefix + key, deque())
         if block:
             self._park(rank, [key], lambda: bool(queue))
@@ -163,7 +166,7 @@ class WorldStore(patches.Store):
 
     def queue_len(self, key: str) -> int:
         """Return how many values a queue has."""
-        self._reach()
+        self._reach(key)
         return len(self.contents.queues.get(self._prefix + key, ()))
 
     # ------------------------------------------------------------------ the rest

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Protocol
 
 from fsdp_sim.engine.task import HANDOVER_SECONDS_MAX, POOL, Arrivals, Baton, line_of, this_thread
 from fsdp_sim.errors import HandoverTimeout, InjectedCrash, SimulationError, StepLimit, Unwind
-from fsdp_sim.scheduler import Decision, Scheduler
+from fsdp_sim.scheduler import Decision, Point, Scheduler
+from fsdp_sim.scheduler.independence import ALL_KEYS
 
 POLLS_UNTIL_YIELD = 16
 """A rank that polls so often and does nothing else lets the next one go on, in program order too: what it
@@ -89,23 +90,25 @@ class Rank:
         self.baton = Baton()
         self.thread = 0
 
-    def poll(self, kind: str) -> None:
+    def poll(self, kind: str, key: str = ALL_KEYS) -> None:
         """A look at whether something has happened; one that is repeated lets others go on."""
         self._polls += 1
-        self._decide(kind, yields=self._polls > POLLS_UNTIL_YIELD)
+        self._decide(kind, key, yields=self._polls > POLLS_UNTIL_YIELD)
 
-    def reach(self, kind: str) -> None:
-        """A point where another rank may be chosen to go on first."""
+    def reach(self, kind: str, key: str = ALL_KEYS) -> None:
+        """A point where another rank may be chosen to go on first; ``key`` is that of the store."""
         self._polls = 0
-        self._decide(kind, yields=False)
+        self._decide(kind, key, yields=False)
 
-    def _decide(self, kind: str, *, yields: bool) -> None:
+    def _decide(self, kind: str, key: str, *, yields: bool) -> None:
         """Let the schedule choose who goes on; by default this rank, unless it yields."""
         world = self.world
         if world.stop_error is not None:
             raise Unwind
         if self.crash is not None:
             raise self.crash
+        if world.on_point is not None:
+            world.on_point(Point(self.index, kind, key))
         if world.before_switch is not None:
             world.before_switch(self)
         if len(world.runnable) > 1:
@@ -173,6 +176,7 @@ class World:
         self.step_limit = step_limit
         self.handover_seconds = handover_seconds
         self.on_stuck = on_stuck
+        self.on_point: Callable[[Point], object] | None = None
         self.before_switch: Callable[[Rank], None] | None = None
         self.before_decision: Callable[[], object] | None = None
         self.stop_error: SimulationError | None = None

@@ -10,6 +10,7 @@ from fsdp_sim.scheduler.decision import (
     default_rank,
 )
 from fsdp_sim.scheduler.exhaustive import Exhaustive
+from fsdp_sim.scheduler.independence import Point
 from fsdp_sim.scheduler.pct import STEPS_DEFAULT, Pct
 from fsdp_sim.scheduler.program_order import ProgramOrder
 from fsdp_sim.scheduler.recheck import Recheck
@@ -25,6 +26,7 @@ __all__ = [
     "Exhaustive",
     "Misfit",
     "Pct",
+    "Point",
     "ProgramOrder",
     "Recheck",
     "Recorder",

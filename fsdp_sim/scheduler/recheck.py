@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from fsdp_sim.scheduler.decision import Decision, Scheduler
+from fsdp_sim.scheduler.independence import Point
 
 
 class Step(NamedTuple):
@@ -48,6 +49,12 @@ class Recheck:
         self._position = 0
         self._is_second = False
         self.difference: Difference | None = None
+
+    def reached(self, point: Point) -> None:
+        """Let a scheduler that wants to know learn of a point."""
+        learn = getattr(self._scheduler, "reached", None)
+        if learn is not None:
+            learn(point)
 
     def choose(self, decision: Decision) -> int:
         """Return the scheduler's choice, or in the second run the first one's."""
