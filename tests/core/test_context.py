@@ -430,6 +430,7 @@ def test_counters_count_what_was_done() -> None:
     assert (first.gathers, second.gathers) == (6, 12)
     assert (first.reductions, second.reductions) == (3, 6)
     assert (first.prefetches, first.used_prefetches, first.unused_prefetches) == (6, 6, 0)
+    assert (second.prefetches, second.used_prefetches, second.unused_prefetches) == (12, 12, 0)
     assert first.on_demand_gathers == 0
     assert first.full_nbytes == 0
     # Two units of 4 fp32 weights at a time: the current one and the prefetched one.

@@ -12,6 +12,7 @@ import fsdp_core
 import fsdp_sim
 from fsdp_core import FsdpModule, MixedPrecisionPolicy, Placements, RuntimePolicy
 from fsdp_core.parameter_group import ParameterGroup
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make as make_checkers
 from fsdp_sim.checkers.memory_peak import MemoryPeak
@@ -227,6 +228,21 @@ def test_backward_has_three_full_buffers_at_most(*, overlap: bool) -> None:
     policy = RuntimePolicy(overlap_allgather_reduction=overlap)
 
     assert 3.0 <= peak_full_buffers(policy) < 3.2
+
+
+def test_reducing_before_resharding_takes_a_full_buffer_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of the two is what the bound rests on."""
+
+    def finish_late(unit: ShardedUnit) -> None:
+        unit.gradients.reduce()
+        unit._leave_weights()
+        unit._close()
+
+    monkeypatch.setattr(ShardedUnit, "_finish_gradients", finish_late)
+
+    assert peak_full_buffers(RuntimePolicy()) >= 4.0
 
 
 @pytest.mark.everywhere

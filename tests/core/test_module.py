@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,14 +83,18 @@ class Repeats(nn.Module):
         return self._call(self.last, x)
 
     def _call(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if self.mode in ("", "none"):
-            return torch.remainder(layer(x), 3.0)
-        return torch.remainder(checkpoint(layer, x, use_reentrant=self.mode == "reentrant"), 3.0)
+        if self.mode in ("reentrant", "non_reentrant"):
+            x = checkpoint(layer, x, use_reentrant=self.mode == "reentrant")
+        else:
+            x = layer(x)
+        return torch.remainder(x, 3.0)
 
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize("wrapped", [True, False])
-@pytest.mark.parametrize("mode", ["none", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize(
+    "mode", ["none", "reentrant", "non_reentrant", "whole reentrant", "whole non_reentrant"]
+)
 def test_a_repeated_module_trains_as_unsharded(mode: str, *, wrapped: bool) -> None:
     """Used twice, once and three times in two microbatches each: three reductions a microbatch."""
 
@@ -99,7 +104,8 @@ def test_a_repeated_module_trains_as_unsharded(mode: str, *, wrapped: bool) -> N
         inner.mode = mode
         for micro in range(2):
             x = batch(rank, 2 * number + micro).requires_grad_()
-            y = model(x, (2, 1, 3)[number]) if not wrapped else model(x, uses=(2, 1, 3)[number])
+            call = partial(model, uses=(2, 1, 3)[number])
+            y = checkpoint(call, x, use_reentrant="non" not in mode) if "whole" in mode else call(x)
             loss_of(y, rank).backward()
             assert x.grad is not None
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsdp_core
-from fsdp_core import ConfigError, Placements, TensorAtomic
+from fsdp_core import ConfigError, MixedPrecisionPolicy, Placements, TensorAtomic
 from fsdp_core.owner_planning import orthogonalization_cost
 from tests.cases.programs import (
     SHARDED,
@@ -100,6 +100,47 @@ def whole(model: nn.Module) -> dict[str, Tensor | None]:
                     name = f"{prefix}.{member.fqn}" if prefix else member.fqn
                     tensors[name] = full.get_tensor_view(index)
     return dict(sorted(tensors.items()))
+
+
+class TwoDtypes(nn.Module):
+    """Two matrices, of which the second is bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = fill(linear(5, 4)), fill(linear(2, 5)).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [rows, 2] in fp32."""
+        y: Tensor = self.second(self.first(x).bfloat16())
+        return y.float()
+
+
+@pytest.mark.everywhere
+def test_a_unit_of_two_dtypes_gives_the_bits_of_one_process() -> None:
+    """Each dtype travels in messages of its own; main weights have the parameters' dtypes."""
+    need_point_to_point()
+    policy = MixedPrecisionPolicy(main_params_dtype=None)
+
+    def sharded(rank: int) -> dict[str, Tensor | None]:
+        shard(model := TwoDtypes(), "", mixed_precision_policy=policy)
+        optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
+        loss_of(model(integers(2, 4)), 0).backward()
+        optimizer.step()
+        return whole(model)
+
+    def plain() -> dict[str, Tensor | None]:
+        optimizer = torch.optim.Muon((model := TwoDtypes()).parameters(), **OPTIONS)
+        loss_of(model(integers(2, 4)), 0).backward()
+        optimizer.step()
+        return local_rows(model)
+
+    expected = unsharded(plain)
+    assert [None if each is None else each.dtype for each in expected.values()] == [
+        torch.float32,
+        torch.bfloat16,
+    ]
+    for weights in on_ranks(sharded, 2):
+        assert_equal(weights, expected)
 
 
 @pytest.mark.everywhere
