@@ -123,6 +123,7 @@ FEATURES: dict[str, Test] = {
         spec.grad_accumulation_count is not None for spec in f.unit_specs
     ),
     "another schedule": lambda f: ">" in f.program.schedule,
+    "shuffled sets": lambda f: "shuffle" in f.program.schedule,
     "late rank": lambda f: bool(f.program.faults),
     "several steps": lambda f: len(f.program.steps) > 1,
     "resumed": lambda f: any(step.resume is not None for step in f.program.steps),

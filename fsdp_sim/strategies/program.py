@@ -29,6 +29,7 @@ from fsdp_sim.program.tree import (
     units,
     walk,
 )
+from fsdp_sim.schedule import Schedule
 from fsdp_sim.strategies.arguments import Draw, check_kinds, maybe, number, pick
 from fsdp_sim.strategies.fault import fault_plans
 from fsdp_sim.strategies.mesh import meshes
@@ -41,6 +42,7 @@ from fsdp_sim.strategies.tree import draw_tree, module_trees
 
 _BUDGET_MAX = 24
 _DEVIATIONS_MAX = 2
+_SHUFFLES_MAX = 9
 
 
 @dataclass(frozen=True)
@@ -297,11 +299,18 @@ def _resumed(draw: Draw, program: ProgramSpec, limits: _Limits) -> ProgramSpec:
 
 
 def _disturbed(draw: Draw, program: ProgramSpec) -> ProgramSpec:
-    """Return ``program`` under another schedule or with late ranks, sometimes: it must not notice."""
+    """Return ``program`` under another schedule, with sets in another order on each rank, or with late ranks.
+
+    Only sometimes; a correct program notices none of it.
+    """
     ranks = program.world_size
     if maybe(draw, 30):
         line = draw(schedules(ranks, deviations_max=_DEVIATIONS_MAX))
         program = replace(program, schedule=line if ">" in line else "")
+    if maybe(draw, 15):
+        at = Schedule.parse(program.schedule or f"v1;w{ranks}")
+        shuffle = f"shuffle{number(draw, 1, _SHUFFLES_MAX)}"
+        program = replace(program, schedule=str(replace(at, knobs=(shuffle,))))
     if maybe(draw, 12):
         program = replace(program, faults=draw(fault_plans(ranks)).faults)
     return program
