@@ -349,6 +349,10 @@ class FsdpContext:
         self.has_unwaited_reductions = True
         self._reduced[unit] = None
 
+    def was_reduced(self, unit: "weakref.ref[Any]") -> bool:
+        """Return whether a reduction of a unit was issued in this pass."""
+        return unit in self._reduced
+
     def _run_gradient_hooks(self) -> None:
         """Call users' hooks of sharded gradients, each once for a backward pass.
 

@@ -435,8 +435,11 @@ class ShardedUnit:
             window.nested = False  # delayed gradients come in no backward pass
             self.context.open_units.remove(self)
         else:
-            # Where no parameter was used, another rank may have used one: zeros take part.
-            if gradients.are_full or (window.entered and not window.reduced):
+            # Where no parameter was used, another rank may have used one: zeros take part, once.
+            is_owed = (
+                window.entered and not window.reduced and not self.context.was_reduced(self.ref)
+            )
+            if gradients.are_full or is_owed:
                 gradients.reduce()
             self._close()
 
