@@ -82,8 +82,9 @@ def _alike(program: ProgramSpec) -> list[list[int]]:
 
 def _make_whole(program: ProgramSpec, ranks: list[int]) -> _Whole:
     model = build_model(replace(program, meta=False), Plan(ranks[0]))
+    own = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
     for unit in units(program):
-        _hold_main_weights(model, unit)
+        _hold_main_weights(model, unit, own)
     whole = _Whole(ranks, model, make_optimizer(program.optimizer, model.parameters()))
     for unit in units(program):
         for path in unit.paths:
@@ -102,14 +103,20 @@ def _watch(path: str, entered: dict[str, None]) -> Callable[[nn.Module, tuple[Te
     return hook
 
 
-def _hold_main_weights(model: Node, unit: Unit) -> None:
-    """Keep the unit's parameters in the dtype of its main weights, and compute in its compute dtype."""
+def _hold_main_weights(model: Node, unit: Unit, dtypes: dict[str, torch.dtype]) -> None:
+    """Keep the unit's parameters in the dtype of its main weights, and compute in its compute dtype.
+
+    Args:
+        model: the whole model.
+        unit: one of its units.
+        dtypes: those of the parameters as they were made, by each of their names.
+    """
     precision = unit.spec.precision or PrecisionSpec()
     for path in unit.members:
         node = model.get_submodule(path)
         assert isinstance(node, Node), "a program's modules are nodes"
         for name, parameter in node.named_parameters(recurse=False):
-            own = node.cast_to.setdefault(name, parameter.dtype)
+            own = dtypes[f"{path}.{name}" if path else name]
             node.cast_to[name] = own if precision.compute is None else DTYPES[precision.compute]
             main = own if precision.main_params is None else DTYPES[precision.main_params]
             parameter.data = parameter.data.to(main)
