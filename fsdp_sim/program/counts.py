@@ -8,12 +8,12 @@ from fsdp_sim.program.tree import parameter_shapes, units, walk
 def reductions_max(program: ProgramSpec, step: StepSpec) -> int:
     """Return how many reductions a rank issues at most: one for each parameter group and backward.
 
-    What a reentrant checkpoint recomputes has a backward of its own, as often as it is called.
+    What a reentrant checkpoint recomputes has a backward of its own beside those, as often as it is called.
     """
-    if any(module.checkpoint == "reentrant" for _, module in walk(program.model)):
-        return uses_in_step(step, program) * _group_count(program)
     trained = [one for one in step.passes if one.kind == "train"]
     backwards = sum(1 if one.backward == "joint" else one.forwards for one in trained)
+    if any(module.checkpoint == "reentrant" for _, module in walk(program.model)):
+        backwards += uses_in_step(step, program)
     return backwards * _group_count(program)
 
 
@@ -22,7 +22,7 @@ def uses_every_prefetch(program: ProgramSpec, step: StepSpec) -> bool:
 
     The modules of a unit of several lie apart in the tree, so it may be gathered for one that has run.
     Backward enters no unit that has no parameter, or below which nothing is trained; and what a failed
-    step gathered may be given back in the next one.
+    step gathered may be given back in the next one. Who drives a unit by hand decides what it gathers.
     """
     layers = {
         path: module.layer for path, module in walk(program.model) if module.layer is not None
@@ -33,7 +33,7 @@ def uses_every_prefetch(program: ProgramSpec, step: StepSpec) -> bool:
         and all(layer.frozen == "none" for layer in layers.values())
         and not any(each.freeze for each in program.steps)
         and all(
-            len(unit.paths) == 1 and not layers.keys().isdisjoint(unit.members)
+            unit.spec.hooks and len(unit.paths) == 1 and not layers.keys().isdisjoint(unit.members)
             for unit in units(program)
         )
     )
