@@ -81,7 +81,8 @@ def steps(
 def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
     """Return the modules whose calls may differ from rank to rank.
 
-    Such a module is in a unit with no unit inside, before or behind which its gradients may be complete.
+    Such a module is in a unit of one module with no unit inside, before or behind which its gradients may be
+    complete.
     It or a module above it, up to its unit, has a trainable weight that is applied after the calls: the
     unit then gets a gradient on every rank, whatever was called. There are none at all beside a reentrant
     checkpoint, which gathers the next unit before the runtime can see that backward has left this one, nor
@@ -92,7 +93,7 @@ def _rank_free(model: ModuleSpec) -> tuple[str, ...]:
         return ()
     for path, module in walk(model):
         encloses = any(below.unit for below_path, below in walk(module) if below_path)
-        if module.unit is not None and not encloses:
+        if module.unit is not None and not module.unit.group and not encloses:
             free += _free_in(module, path, anchored=False)
     return tuple(free)
 
@@ -170,7 +171,8 @@ def _training_pass(draw: Draw, world: _World) -> PassSpec:
         return PassSpec(calls=calls)
     forwards = number(draw, 1, 2)
     backwards: tuple[Backward, ...] = ("joint", "each", "each_reversed")
-    backward = pick(draw, backwards) if forwards > 1 and not world.recorded else "joint"
+    one_backward = world.recorded or any(each.ranks is not None for each in calls)
+    backward = pick(draw, backwards) if forwards > 1 and not one_backward else "joint"
     return PassSpec("train", forwards, backward, maybe(draw, 60), calls)
 
 
@@ -193,9 +195,19 @@ def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
     path = "" if differ else pick(draw, list(world.nodes))
     can = one.kind == "train" and (world.nodes[path].layer is not None or not world.recorded)
     phase: Phase = "backward" if can and maybe(draw, 50) else "forward"
-    is_in_unit = any(world.nodes[above].unit for above in world.nodes if _reaches(above, path))
-    left = is_in_unit and maybe(draw, 30)  # outside every unit the runtime does not see a backward
+    left = _recovers(world, path) and maybe(draw, 30)
     return replace(one, raises=RaiseSpec(path, phase, reset=not left))
+
+
+def _recovers(world: _World, path: str) -> bool:
+    """Return whether the runtime recovers by itself from an exception at ``path``.
+
+    It must see the pass: outside every unit it does not, nor where units are driven by hand. Under RECORDED
+    a pass that ends between two roots looks as if it went on.
+    """
+    is_in_unit = any(world.nodes[above].unit for above in world.nodes if _reaches(above, path))
+    have_hooks = all(node.unit.hooks for node in world.nodes.values() if node.unit)
+    return is_in_unit and have_hooks and not (world.recorded and world.nodes[""].unit is None)
 
 
 def _reaches(above: str, path: str) -> bool:
