@@ -18,8 +18,8 @@ STEPS_KEPT = 64
 WAITING_MAX = 512
 """Ops that wait to be judged together."""
 
-_CAN_WAIT = frozenset({Kind.ATEN, Kind.ALLOC, Kind.FREE, Kind.RANGE_PUSH, Kind.RANGE_POP})
-"""Ops that order nothing, and that no program ends with."""
+_COLLECTIVE = Kind.COLLECTIVE
+"""What findings that end a program are about, so that it never waits."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Analysis:
             ``settle`` must be called before the scheduling step changes, since a finding says its own.
         """
         self._waiting.append(op)
-        if op.kind in _CAN_WAIT and len(self._waiting) < WAITING_MAX:
+        if op.kind is not _COLLECTIVE and len(self._waiting) < WAITING_MAX:
             return ()
         return self.settle()
 

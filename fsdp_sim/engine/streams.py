@@ -180,13 +180,11 @@ class Event(torch.Event):
 
     Attributes:
         ordinal: id of the last snapshot; -1 before the first.
-        clock: what the snapshot covers.
     """
 
     machine: Machine
     enable_timing: bool
     ordinal: int
-    clock: dict[int, int]
     unanswered: int
 
     def __new__(
@@ -201,9 +199,13 @@ class Event(torch.Event):
         self.machine = _machine()
         self.enable_timing = enable_timing
         self.ordinal = -1
-        self.clock = {}
         self.unanswered = 0
         return self
+
+    @property
+    def clock(self) -> dict[int, int]:
+        """What the last snapshot covers."""
+        return self.machine.clocks.events.get(self.ordinal, {})
 
     def record(self, stream: "Stream | None" = None) -> None:  # type: ignore[override]
         """Take a snapshot of ``stream`` (the current one when None); an earlier one is replaced."""
@@ -211,7 +213,6 @@ class Event(torch.Event):
         stream_id = machine.stream_id(stream if stream is not None else machine.stream)
         self.ordinal = machine.new_event_id()
         machine.emit(Kind.RECORD_EVENT, "record_event", stream_id, other=self.ordinal)
-        self.clock = machine.clocks.events.get(self.ordinal, {})
         self.unanswered = 0
 
     def wait(self, stream: "Stream | None" = None) -> None:  # type: ignore[override]
