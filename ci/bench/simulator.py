@@ -42,7 +42,7 @@ Numbers = dict[str, float]
 def run() -> dict[str, Numbers]:
     """Return processor time of steps as ratios to the limit, of large worlds, and of a short test."""
     table = _warm_steps()
-    table["fresh process, 8 ranks"] = fresh = _fresh_test()
+    table["fresh process, 8 ranks"] = fresh = _in_fresh_process("test", 8)
     print(f"a test in a fresh process: {fresh['above_s']:.2f} s above imports and steps; target 1")
     for world_size, target in LARGE_WORLDS.items():
         table[f"{world_size} ranks"] = large = _in_fresh_process("large", world_size)
@@ -66,12 +66,6 @@ def _warm_steps() -> dict[str, Numbers]:
     return table
 
 
-def _fresh_test() -> Numbers:
-    """Return seconds of a process that imports and trains, without the imports and the steps."""
-    whole, imports = _in_fresh_process("test", 8), _in_fresh_process("imports", 8)
-    return {**whole, "above_s": whole["s"] - whole["steps_s"] - imports["s"]}
-
-
 def _in_fresh_process(job: str, world_size: int) -> Numbers:
     command = [sys.executable, "-W", "ignore", "-m", "ci.bench.simulator", job, str(world_size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -89,11 +83,10 @@ def measure(job: str, world_size: int) -> Numbers:
     torch.set_num_threads(1)
     if job == "limit":
         return {"ms": measure_one_rank("FSDP2", "toy", world_size)}
-    if job == "imports":
-        return {"s": time.process_time()}
     if job == "test":
+        imported = time.process_time()
         marks = _toy_steps(_simulator({}), world_size, FRESH_STEPS)
-        return {"s": time.process_time(), "steps_s": marks[-1] - marks[0]}
+        return {"above_s": marks[0] - imported + time.process_time() - marks[-1]}
     if job == "large":
         return _large(world_size)
     if job == "threads, pinned":
