@@ -829,6 +829,22 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
+class CompilableMode(python_dispatch.TorchDispatchMode):
+    """A dispatch mode under which Dynamo compiles: under others it silently falls back to eager."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: compiled regions may run under this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def isolate_threads(*, isolate: bool) -> None:
     """Give each thread a registry of groups of its own, or one to all."""
     getattr(torch._C._distributed_c10d, "_set_thread_isolation_mode")(isolate)  # noqa: B009  untyped

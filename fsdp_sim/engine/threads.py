@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine import patches
@@ -41,17 +40,12 @@ def _watched(run: Callable[[], None], machine: Machine) -> Callable[[], None]:
     return watched
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(patches.CompilableMode):
     """Lets a thread compute with tensors of its own, and refuses those of the rank's device."""
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._machine = machine
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled regions may run under this mode."""
-        return True
 
     @patches.never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
