@@ -59,7 +59,7 @@ class CudaMode(RankMode):
         records = [self.machine.memory.record_of(tensor) for tensor in _plain((args, kwargs))]
         if func.namespace == "c10d":
             self._check_collective(operator, args, kwargs)
-        elif "device" in operator.writes_by_name:
+        elif "device" in operator.writes:
             return self._make(operator, func, args, kwargs, records)
         elif records and all(record.is_host for record in records):
             return self._run_on_host(func, args, kwargs, records)

@@ -66,9 +66,9 @@ class AuditMode(RankMode):
     def _watched(self, operator: Operator, args: Any, kwargs: Any) -> "list[_Watched]":
         """Return the arguments whose bytes no collective is about to change."""
         memory = self.machine.memory
-        named = zip(operator.writes_by_name.items(), args, strict=False)
+        named = zip(operator.writes.items(), args, strict=False)
         arguments = [(name, value, write) for (name, write), value in named]
-        arguments += [(name, v, operator.writes_by_name[name]) for name, v in kwargs.items()]
+        arguments += [(name, v, operator.writes[name]) for name, v in kwargs.items()]
         with patches.below_dispatch():
             return [
                 _Watched(name, storage, bool(write), patches.bytes_of_storage(storage).clone())

@@ -73,8 +73,8 @@ class Operator:
 
     Attributes:
         name: the name in ops, with the overload unless it is the default.
-        writes: for each positional argument, whether it is written; None where it holds no tensor.
-        writes_by_name: the same for arguments given by keyword.
+        places: positions of the arguments that may hold tensors, and whether each is written.
+        writes: for each argument by name, whether it is written; None where it holds no tensor.
         handle: what the mode does with a call.
         run: runs it.
         returns_new: some of its results may be on new memory.
@@ -84,8 +84,8 @@ class Operator:
     """
 
     name: str
-    writes: tuple[bool | None, ...]
-    writes_by_name: dict[str, bool | None]
+    places: tuple[tuple[int, bool], ...]
+    writes: dict[str, bool | None]
     handle: Handler
     run: Callable[..., Any]
     returns_new: bool = True
@@ -94,26 +94,14 @@ class Operator:
     can_defer: bool = False
 
 
-class RankMode(TorchDispatchMode):
-    """The dispatch mode of one rank's thread.
-
-    ``ignore_compile_internals``: without it Dynamo silently falls back to eager under the mode.
-    """
+class RankMode(patches.CompilableMode):
+    """The dispatch mode of one rank's thread."""
 
     supports_higher_order_operators = True
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.machine = machine
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled regions may run under this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     @patches.never_compiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +164,7 @@ def classify(func: Any) -> Operator:
     handle = _handler_of(func, schema, writes)
     return Operator(
         schema.full_name,
-        tuple(writes.values()),
+        tuple((place, write) for place, write in enumerate(writes.values()) if write is not None),
         writes,
         handle,
         patches.runner_of(func),
@@ -331,7 +319,7 @@ def _run_op(mode: RankMode, operator: Operator, func: Any, args: Any, kwargs: An
         if not accesses:
             return run_on_host(machine, func, args, kwargs)
         if operator.name not in host_reads.MIXES and host_reads.take_to_device(
-            machine.memory, args, operator.writes, kwargs
+            machine.memory, operands(operator, args, kwargs)
         ):
             accesses, records = read_arguments(machine, operator, args, kwargs)
     return run_on_stream(machine, operator, args, kwargs, accesses, records)
@@ -436,19 +424,27 @@ def read_arguments(
 
 def operands(operator: Operator, args: Any, kwargs: Any) -> list[tuple[Tensor, bool]]:
     """Return the tensors among the arguments, in order, and whether each is written."""
-    operands: list[tuple[Tensor, bool]] = []
-    writes = operator.writes
-    if kwargs:
-        writes = (*writes[: len(args)], *[operator.writes_by_name[name] for name in kwargs])
-        args = (*args, *kwargs.values())
-    for value, write in zip(args, writes, strict=False):
-        if write is None:
-            continue
-        if isinstance(value, Tensor):
-            operands.append((value, write))
-        elif isinstance(value, (list, tuple)):
-            operands += [(item, write) for item in value if item is not None]
-    return operands
+    found: list[tuple[Tensor, bool]] = []
+    count = len(args)
+    for place, write in operator.places:
+        if place < count:
+            value = args[place]
+            if value.__class__ is Tensor:
+                found.append((value, write))
+            else:
+                _add_tensors(value, write, found)
+    for name, value in kwargs.items():
+        is_written = operator.writes[name]
+        if is_written is not None:
+            _add_tensors(value, is_written, found)
+    return found
+
+
+def _add_tensors(value: Any, write: bool, found: list[tuple[Tensor, bool]]) -> None:  # noqa: FBT001
+    if isinstance(value, Tensor):
+        found.append((value, write))
+    elif isinstance(value, (list, tuple)):
+        found += [(item, write) for item in value if item is not None]
 
 
 def await_values(

@@ -4,13 +4,13 @@ On a CPU mesh host and device tensors look alike.  A tensor made from Python dat
 from such tensors alone, is the host's; it moves to the device when an operator needs it there.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp_sim.engine.memory import Memory
-from fsdp_sim.engine.tensors import tensors_in
 
 READS_VALUE = frozenset(
     ("_local_scalar_dense", "equal", "is_nonzero", "allclose", "_linalg_check_errors")
@@ -73,14 +73,17 @@ def is_copy_to_host(args: Any, kwargs: Any, memory: Memory) -> bool:
     return memory.record_of(args[0]).is_host and not memory.record_of(args[1]).is_host
 
 
-def take_to_device(memory: Memory, args: Any, writes: tuple[bool | None, ...], kwargs: Any) -> bool:
-    """Move the host's tensors that an operator needs on the device; return whether there were any."""
+def take_to_device(memory: Memory, operands: Iterable[tuple[Tensor, bool]]) -> bool:
+    """Move the host's tensors that an operator needs on the device; return whether there were any.
+
+    Args:
+        memory: of the rank.
+        operands: the tensors, and whether each is written.
+    """
     moved = False
-    arguments = [*zip(args, writes, strict=False), *((value, False) for value in kwargs.values())]
-    for argument, write in arguments:
-        for tensor in tensors_in(argument):
-            record = memory.record_of(tensor)
-            if record.is_host and (write or tensor.dim()):
-                memory.to_device(tensor)
-                moved = True
+    for tensor, write in operands:
+        record = memory.record_of(tensor)
+        if record.is_host and (write or tensor.dim()):
+            memory.to_device(tensor)
+            moved = True
     return moved
