@@ -3,7 +3,7 @@
 Nothing here knows of parameters or of tensors inside a buffer: only of ranges of a layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,14 +96,16 @@ class Stage:
         pieces: the range of each rank of the axis, on the side where the axis is sharded; they
             follow each other, and together are this rank's range on the other side.
         has_equal_pieces: all pieces have one size, so that one collective does it.
-        is_collective: ranks must communicate.
+        collective: how ranks communicate; None if they need not.
+        divisor: what the result is divided by, for an average.
     """
 
     step: Step
     held: Range
     pieces: tuple[Range, ...]
     has_equal_pieces: bool
-    is_collective: bool
+    collective: "Collective | None"
+    divisor: int
 
 
 def plan_stages(
@@ -130,7 +132,8 @@ def plan_stages(
                 held=held,
                 pieces=tuple(pieces),
                 has_equal_pieces=all(piece.numel == pieces[0].numel for piece in pieces),
-                is_collective=step.transition in _COLLECTIVES,
+                collective=_COLLECTIVES.get(step.transition),
+                divisor=axes.sizes[step.axis] if step.average else 1,
             )
         )
         before = step.placements
@@ -146,19 +149,21 @@ def run_stages(stages: Sequence[Stage], axes: MeshAxes, source: Span, out: Span)
     """
     data = source
     for stage in stages:
-        step = stage.step
-        if stage.is_collective:
+        if stage.collective is not None:
             target = _target(stage, out)
-            _COLLECTIVES[step.transition](stage, axes.process_groups[step.axis], data, target)
+            stage.collective(stage, axes.process_groups[stage.step.axis], data, target)
             data = target
-        elif step.transition is Transition.SLICE:
+        elif stage.step.transition is Transition.SLICE:
             data = data.part(stage.held)
-        if step.average and axes.sizes[step.axis] > 1:
-            data.flat.div_(axes.sizes[step.axis])
-    out.copy_from(data)
+        if stage.divisor > 1:
+            data.flat.div_(stage.divisor)
+    if data is not out:
+        out.copy_from(data)
 
 
 def _target(stage: Stage, out: Span) -> Span:
+    if stage.held == out.held:
+        return out
     if out.held.contains(stage.held):
         return out.part(stage.held)
     flat = accelerator.allocate(stage.held.numel, out.flat.dtype, out.flat.device)
@@ -195,7 +200,10 @@ def _all_reduce(_stage: Stage, process_group: dist.ProcessGroup, data: Span, tar
     dist.all_reduce(target.flat, group=process_group)
 
 
-_COLLECTIVES = {
+Collective = Callable[[Stage, dist.ProcessGroup, Span, Span], None]
+"""Moves the elements of a stage from one span to another."""
+
+_COLLECTIVES: dict[Transition, Collective] = {
     Transition.ALL_GATHER: _all_gather,
     Transition.REDUCE_SCATTER: _reduce_scatter,
     Transition.ALL_REDUCE: _all_reduce,

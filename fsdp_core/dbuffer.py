@@ -65,6 +65,9 @@ class DBuffer:
         self.span = Span(flat, self.held)
         self._views: dict[int, Tensor] = {}
         self._stages: dict[tuple[Placement, ...], tuple[Stage, ...]] = {}
+        # Placements, `out` and stages of the last change into a given buffer: the next is often the same.
+        self._last_change: tuple[tuple[Placement, ...], DBuffer | None, tuple[Stage, ...]]
+        self._last_change = ((), None, ())
 
     # -- construction ------------------------------------------------------------------------
 
@@ -334,21 +337,30 @@ class DBuffer:
             UnsupportedError: no collective makes this change.
             ConfigError: `out` differs in mesh, placements, layout, dtype or device.
         """
-        placements = specialize(placements)
-        if out is not None:
-            self._check_out(out, placements, self.flat.dtype)
+        asked, last_out, stages = self._last_change
+        if out is None or out is not last_out or placements is not asked:
+            asked, placements = placements, specialize(placements)
+            if out is not None:
+                self._check_out(out, placements, self.flat.dtype)
+            stages = self._plan(placements)
+            if out is None:
+                if all(stage.collective is None for stage in stages):
+                    return self.view(placements)
+                out = DBuffer.empty(self.axes, placements, self.layout, self.flat.dtype)
+            elif isinstance(asked, tuple):
+                self._last_change = asked, out, stages
+        with preserve_version(out.flat):
+            run_stages(stages, self.axes, self.span, out.span)
+        return out
+
+    def _plan(self, placements: tuple[Placement, ...]) -> tuple[Stage, ...]:
+        """Return the stages of a change, planned once."""
         stages = self._stages.get(placements)
         if stages is None:
             check_placements(placements)
             stages = plan_stages(self.layout, self.axes, self.placements, placements)
             self._stages[placements] = stages
-        if out is None:
-            if not any(stage.is_collective for stage in stages):
-                return self.view(placements)
-            out = DBuffer.empty(self.axes, placements, self.layout, self.flat.dtype)
-        with preserve_version(out.flat):
-            run_stages(stages, self.axes, self.span, out.span)
-        return out
+        return stages
 
     def _check_out(
         self, out: "DBuffer", placements: tuple[Placement, ...], dtype: torch.dtype
