@@ -337,18 +337,18 @@ class DBuffer:
             UnsupportedError: no collective makes this change.
             ConfigError: `out` differs in mesh, placements, layout, dtype or device.
         """
-        asked, last_out, stages = self._last_change
-        if out is None or out is not last_out or placements is not asked:
-            asked, placements = placements, specialize(placements)
+        last_placements, last_out, stages = self._last_change
+        if out is None or out is not last_out or placements is not last_placements:
+            target = specialize(placements)
             if out is not None:
-                self._check_out(out, placements, self.flat.dtype)
-            stages = self._plan(placements)
+                self._check_out(out, target, self.flat.dtype)
+            stages = self._plan(target)
             if out is None:
                 if all(stage.collective is None for stage in stages):
-                    return self.view(placements)
-                out = DBuffer.empty(self.axes, placements, self.layout, self.flat.dtype)
-            elif isinstance(asked, tuple):
-                self._last_change = asked, out, stages
+                    return self.view(target)
+                out = DBuffer.empty(self.axes, target, self.layout, self.flat.dtype)
+            elif isinstance(placements, tuple):
+                self._last_change = placements, out, stages
         with preserve_version(out.flat):
             run_stages(stages, self.axes, self.span, out.span)
         return out

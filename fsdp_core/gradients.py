@@ -9,7 +9,11 @@ from fsdp_core.context import FsdpContext
 from fsdp_core.errors import StateError, StateValueError
 from fsdp_core.identity import Identity
 from fsdp_core.parameter_group import ParameterGroup, trainable_among
-from fsdp_core.torch_private import in_graph_task, post_accumulate_hooks
+from fsdp_core.torch_private import (
+    any_post_accumulate_hooks,
+    in_graph_task,
+    post_accumulate_hooks,
+)
 from fsdp_core.window import Window
 
 
@@ -34,6 +38,7 @@ class Gradients:
         self._declared = declared
         self._members = [member for group in groups for member in group.members]
         self._fulls = [member.full for member in self._members]
+        self._shardeds = [member.sharded for member in self._members]
         self.has_delayed = any(member.is_delayed for member in self._members)
         self.window = self._new_window()
         # The backward pass that brought the last gradient of a declared window.
@@ -275,7 +280,7 @@ class Gradients:
     @property
     def have_hooks(self) -> bool:
         """Whether users hooked the sharded gradients."""
-        return any(post_accumulate_hooks(member.sharded) for member in self._members)
+        return any_post_accumulate_hooks(self._shardeds)
 
     def run_hooks(self) -> None:
         """Call what users registered on the sharded parameters, on their reduced gradients.
@@ -283,10 +288,10 @@ class Gradients:
         Ordering:
             Requires that the current stream is behind the reductions.
         """
-        for member in self._members:
-            if member.sharded.grad is not None:
-                for hook in post_accumulate_hooks(member.sharded):
-                    hook(member.sharded)
+        for sharded in self._shardeds:
+            if sharded.grad is not None:
+                for hook in post_accumulate_hooks(sharded):
+                    hook(sharded)
 
     def parameters_without_grad(self) -> list[str]:
         """Return the names of trainable parameters without a sharded gradient."""

@@ -562,6 +562,11 @@ class ParameterGroup:
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
+def trainability_of(parameters: Iterable[Tensor]) -> list[bool]:
+    """Return whether each parameter is to get a gradient."""
+    return list(map(_REQUIRES_GRAD, parameters))
+
+
 def trainable_among(parameters: Iterable[Tensor]) -> int:
     """Return how many parameters are to get a gradient."""
     return sum(map(_REQUIRES_GRAD, parameters))

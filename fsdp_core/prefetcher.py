@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Iterable
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -46,7 +45,7 @@ class Prefetcher:
         self.is_recording = mode is PrefetchOrder.RECORDED
         self._tree = tree
         # Index of each module's event in the registration order; empty under RECORDED.
-        self._positions: dict[Phase, WeakKeyDictionary[nn.Module, int]] = {}
+        self._positions: dict[Phase, dict[weakref.ref[nn.Module], int]] = {}
         self._evaluated: dict[weakref.ref[nn.Module], None] = {}
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
@@ -60,9 +59,9 @@ class Prefetcher:
             self._fill_order(Phase.BACKWARD, backward)
 
     def _fill_order(self, phase: Phase, modules: Iterable[nn.Module]) -> None:
-        positions = self._positions[phase] = WeakKeyDictionary()
+        positions = self._positions[phase] = {}
         for module in modules:
-            positions[module] = len(self.execution_order)
+            positions[weakref.ref(module)] = len(self.execution_order)
             self.execution_order.append(ExecutionEvent(module, phase))
 
     # -- prefetches --------------------------------------------------------------------------
@@ -81,7 +80,9 @@ class Prefetcher:
         if self.is_recording or (evaluating and not self._positions):
             return
         order, unit = self.execution_order, unit_of(module)
-        offset = self._positions[phase][module] + 1 - order.position if self._positions else 0
+        offset = 0
+        if self._positions:
+            offset = self._positions[phase][weakref.ref(module)] + 1 - order.position
         numel = 0
         while numel_max is None or numel < numel_max:
             event = order.peek(offset)
@@ -141,7 +142,7 @@ class Prefetcher:
     def _move_cursor(self, module: nn.Module, phase: Phase, step: int, *, nested: bool) -> None:
         """Follow a module that was called out of order; warn once for each change of order."""
         order, identity = self.execution_order, unit_of(module).identity
-        position = self._positions[phase][module]
+        position = self._positions[phase][weakref.ref(module)]
         if order.position == position + 1:
             return  # once more, right behind its own event: nothing else was passed over
         # A backward whose forward came before an earlier backward begins where it is, too.

@@ -5,7 +5,7 @@ file asks for a version.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -154,6 +154,14 @@ def post_accumulate_hooks(tensor: Tensor) -> list[Callable[[Tensor], None]]:
     """Return what users registered with `register_post_accumulate_grad_hook`, in order."""
     hooks = tensor._post_accumulate_grad_hooks
     return list(hooks.values()) if hooks else []
+
+
+_POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+def any_post_accumulate_hooks(tensors: Iterable[Tensor]) -> bool:
+    """Whether users registered such a hook on one of these."""
+    return any(map(_POST_ACCUMULATE_HOOKS, tensors))
 
 
 def optimizer_step_pre_hooks() -> list[Callable[..., Any]]:

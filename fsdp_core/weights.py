@@ -11,7 +11,7 @@ from fsdp_core.context import FsdpContext
 from fsdp_core.device import Event, Stream
 from fsdp_core.errors import StateError
 from fsdp_core.identity import Identity
-from fsdp_core.parameter_group import ParameterGroup
+from fsdp_core.parameter_group import Member, ParameterGroup, trainability_of
 from fsdp_core.torch_private import flat_weights_of, in_graph_task, version_of
 
 
@@ -66,13 +66,15 @@ class Weights:
         self._groups = groups
         self._context = context
         members = [member for group in groups for member in group.members]
-        self._swaps = [
-            (slot.registry, slot.name, member.sharded, member.full)
+        self._places = [
+            (slot.registry, slot.name, member.sharded)
             for member in members
             for slot in member.slots
         ]
         self._slots = [slot for member in members for slot in member.slots]
-        self._pairs = [(member.sharded, member.full) for member in members]
+        self._registries = _by_registry(members)
+        self._shardeds = [member.sharded for member in members]
+        self._fulls = [member.full for member in members]
         losing = [group for group in groups if not group.keeps_writes]
         self._dropped = [member.full for group in losing for member in group.members]
         self._dropped_fqns = [member.fqn for group in losing for member in group.members]
@@ -81,7 +83,8 @@ class Weights:
         self._transient_nbytes = sum(group.full_nbytes for group in self._transient)
         self._stores = any(group.stores for group in groups)
         self._state: Resharded | Gathered | Unsharded = _RESHARDED
-        self.has_frozen = any(not member.full.requires_grad for member in members)
+        self._trainability = trainability_of(self._fulls)
+        self.has_frozen = not all(self._trainability)
         self.is_registered = False
         self.has_transient = bool(self._transient)
         self.watch: Callable[[int], None]
@@ -182,15 +185,13 @@ class Weights:
     def _register_full(self) -> None:
         if self.is_registered:
             return
-        for registry, name, sharded, _ in self._swaps:
+        for registry, name, sharded in self._places:
             if registry.get(name) is not sharded:
                 raise self._replaced(registry, name)
-        for sharded, full in self._pairs:
-            if full.requires_grad is not sharded.requires_grad:
-                self._follow_trainability()
-                break
-        for registry, name, _, full in self._swaps:
-            registry[name] = full
+        if trainability_of(self._shardeds) != self._trainability:
+            self._follow_trainability()
+        for registry, fulls, _ in self._registries:
+            registry.update(fulls)
         self.is_registered = True
 
     def _replaced(self, registry: dict[str, nn.Parameter | None], name: str) -> StateError:
@@ -208,21 +209,24 @@ class Weights:
     def _register_sharded(self) -> None:
         if not self.is_registered:
             return
-        for registry, name, sharded, full in self._swaps:
-            registry[name] = sharded
-            if sharded.requires_grad is not full.requires_grad:
+        for registry, _, shardeds in self._registries:
+            registry.update(shardeds)
+        if trainability_of(self._fulls) != self._trainability:
+            self._trainability = trainability_of(self._fulls)
+            for sharded, full in zip(self._shardeds, self._fulls, strict=True):
                 sharded.requires_grad_(full.requires_grad)
         self.is_registered = False
 
     def _follow_trainability(self) -> None:
         """Freeze or unfreeze full parameters as their sharded ones were."""
-        for index, (sharded, full) in enumerate(self._pairs):
+        for index, (sharded, full) in enumerate(zip(self._shardeds, self._fulls, strict=True)):
             if sharded.requires_grad and not full.requires_grad:
                 full.requires_grad_(True)  # noqa: FBT003 - PyTorch's own signature
                 self.watch(index)
             elif full.requires_grad and not sharded.requires_grad:
                 full.requires_grad_(False)  # noqa: FBT003 - PyTorch's own signature
-        self.has_frozen = any(not full.requires_grad for _, full in self._pairs)
+        self._trainability = trainability_of(self._fulls)
+        self.has_frozen = not all(self._trainability)
         reduced = [group for group in self._groups if group.is_trainable]
         members = [member for group in reduced for member in group.members]
         self._identity.leave_out([each.fqn for each in members if not each.full.requires_grad])
@@ -265,7 +269,7 @@ class Weights:
                     f"on {after.device}; convert before fully_shard, or use MixedPrecisionPolicy"
                 )
                 raise self._context.located(StateError(msg, fqn=self._identity.fqn))
-        held = [(registry, name, registry[name]) for registry, name, _, _ in self._swaps]
+        held = [(registry, name, registry[name]) for registry, name, _ in self._places]
         flat = [(owner, flat_weights_of(owner)) for owner in self._owners()]
         for registry, name, _ in held:
             registry[name] = None
@@ -322,3 +326,19 @@ class Weights:
         """Give the full weights back to the pool that they came from, whatever stream is current."""
         for group in self._transient:
             group.reshard()
+
+
+Registry = dict[str, nn.Parameter | None]
+Named = dict[str, nn.Parameter]
+
+
+def _by_registry(members: Sequence[Member]) -> list[tuple[Registry, Named, Named]]:
+    """Return modules' dicts of parameters, each with the full and the sharded ones that go into it."""
+    found: list[tuple[Registry, Named, Named]] = []
+    for member in members:
+        for slot in member.slots:
+            if not found or found[-1][0] is not slot.registry:
+                found.append((slot.registry, {}, {}))
+            _, fulls, shardeds = found[-1]
+            fulls[slot.name], shardeds[slot.name] = member.full, member.sharded
+    return found
