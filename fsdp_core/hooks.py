@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial, wraps
 from inspect import iscoroutinefunction, isgeneratorfunction, unwrap
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ConfigError, StateError
+from fsdp_core.meta import own_modules
 from fsdp_core.module import FsdpModule, unit_of
 from fsdp_core.parameter_group import DELAYED_HOOK, living_group, owner_of
 from fsdp_core.torch_private import (
@@ -29,6 +31,17 @@ from fsdp_core.uses import Use
 
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
+
+# How deep the walk over arguments and attributes goes into containers, and which these are.
+CONTAINER_DEPTH_MAX = 3
+_CONTAINERS = (list, tuple, dict, set, deque)
+_HOLDERS = (Tensor, *_CONTAINERS)
+
+# A module and those below it, weakly: a hook must not keep them alive.
+Inside = tuple["weakref.ref[nn.Module]", ...]
+
+# Attributes that are no output of a forward.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 # What cannot hold an output's tensor, or must not be looked into.
 _OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, nn.Module, ModuleType)
@@ -51,7 +64,8 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
         module.register_state_dict_post_hook(_after_save)
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
-            module.register_forward_hook(_after_forward, always_call=True)
+            after = partial(_after_forward, _inside(module))
+            module.register_forward_hook(after, always_call=True, with_kwargs=True)
     unit.weights.watch = partial(_watch_gradient, unit.ref)
     for index, member in enumerate(unit.members):
         if member.full.requires_grad:
@@ -83,12 +97,15 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
 
 
 @never_compiled
-def _after_forward(module: nn.Module, _args: Any, output: Any) -> None:
+def _after_forward(
+    inside: Inside, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     use = unit_of(module).post_forward(module)
     if use is None:
         _explain_mixed(module, sys.exception())
         return
-    made = (_made_by(tensor, use.first_node) for tensor in tensors_of(output))
+    found = chain(tensors_of(output), _tensors_beside(inside, (args, kwargs)))
+    made = (_made_by(tensor, use.first_node) for tensor in found)
     entries = list(dict.fromkeys(tensor for tensor in made if tensor is not None))
     for tensor in entries:
         _enter_through(tensor, use)
@@ -204,6 +221,38 @@ def _before_save(module: nn.Module, *_: Any) -> None:
     unit_of(module).require_sharded("taking a state dict")
 
 
+def _inside(module: nn.Module) -> Inside:
+    """Return a module and those below it that are of no unit inside it, weakly."""
+    return tuple(weakref.ref(each) for each in own_modules([module]))
+
+
+def _tensors_beside(inside: Inside, arguments: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors that a forward may have left elsewhere than in what it returned.
+
+    A loss beside the output, say, in a list that was passed in or an attribute of a module:
+    backward may enter through it first. Tensors from before the call are among them.
+    """
+    yield from _contained(arguments, CONTAINER_DEPTH_MAX)
+    for reference in inside:
+        module = reference()
+        for name, value in () if module is None else vars(module).items():
+            if name not in _OF_EVERY_MODULE and isinstance(value, _HOLDERS):
+                yield from _contained(value, CONTAINER_DEPTH_MAX)
+
+
+def _contained(value: Any, depth: int) -> Iterator[Tensor]:
+    """Yield a tensor, or those in nested containers.
+
+    Why no others: objects that are not returned (a configuration, a cache) can be large, and would
+    be walked in each forward.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, _CONTAINERS):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _contained(part, depth - 1)
+
+
 def tensors_of(output: Any) -> Iterator[Tensor]:
     """Iterate over the tensors in whatever a module returns.
 
@@ -309,7 +358,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         )
         raise ConfigError(msg)
     # Weak: a bound method in the module's own dict would be a cycle, and outlive `del model`.
-    reference = weakref.ref(module)
+    reference, inside = weakref.ref(module), _inside(module)
 
     @wraps(function)
     def gathered(*args: Any, **kwargs: Any) -> Any:
@@ -320,7 +369,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         try:
             output = function(living, *args, **kwargs)
         finally:
-            _after_forward(living, args, output)
+            _after_forward(inside, living, args, kwargs, output)
         return output
 
     setattr(module, name, gathered)

@@ -7,9 +7,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from tests.cases.programs import Training, batch, check_parity, fill, linear, loss_of
+from fsdp_sim.program.model import fold
+from tests.cases.programs import Row, Training, batch, check_parity, fill, linear, loss_of
 
 
 @dataclass
@@ -195,3 +197,81 @@ def written_view() -> Training:
 def test_an_output_that_its_reader_writes_in_place_still_leads_backward_to_the_unit() -> None:
     """PyTorch gives a view that was written another node; the unit's hook must not go with it."""
     check_parity(written_view())
+
+
+class Gated(nn.Module):
+    """Leaves a term of the loss in one of several places, and returns something older."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.layer, self.gate, self.place = linear(), linear(), place
+        self.term: Any = None
+
+    def forward(self, x: Tensor, terms: list[Tensor], *, named: dict[str, Tensor]) -> Tensor:
+        """Return the layer's output; the gate's goes elsewhere, behind it."""
+        y: Tensor = self.layer(x)
+        term = (self.gate(y) * self.gate(x)).sum()
+        match self.place:
+            case "attribute":
+                self.term = term
+            case "attribute of a module inside":
+                self.gate.term = term
+            case "list":
+                terms.append(term)
+            case _:
+                named["term"] = term
+        return fold(y)
+
+
+class WithTerms(nn.Module):
+    """Two such units; adds up what they left."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.first, self.last = Gated(place), Gated(place)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output and the sum of the terms."""
+        terms: list[Tensor] = []
+        for layer in (self.first, self.last):
+            named: dict[str, Tensor] = {}
+            x = layer(x, terms, named=named)
+            left = [layer.term, getattr(layer.gate, "term", None), *named.values()]
+            terms += [term for term in left if isinstance(term, Tensor)]
+            layer.term = layer.gate.term = None  # type: ignore[assignment]
+        return x, torch.stack(terms).sum()
+
+
+PLACES = ["attribute", "attribute of a module inside", "list", "keyword"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with the output"])
+def test_a_loss_that_a_unit_leaves_beside_its_output_has_parity(place: str, alone: bool) -> None:
+    """Its gradient comes first, before backward has entered the unit through the output."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        y, terms = model(batch(rank, number))
+        loss = terms if alone else loss_of(y, rank) + terms
+        loss.backward()
+
+    check_parity(Training(lambda: fill(WithTerms(place)), step, ("first", "last", ""), steps=2))
+
+
+@pytest.mark.filterwarnings("ignore:step 0")
+def test_an_output_that_a_hook_has_kept_has_parity() -> None:
+    """A hook of a module inside a unit, which captures features."""
+
+    def build() -> nn.Module:
+        model = Row(a=Row("inner", "outer"), b=linear())
+        inner = model.get_submodule("a.inner")
+        inner.register_forward_hook(lambda module, _args, y: setattr(module, "kept", y))
+        return fill(model)
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        model(batch(rank, number))
+        inner: Any = model.get_submodule("a.inner")
+        loss_of(inner.kept, rank).backward()
+        del inner.kept
+
+    check_parity(Training(build, step, ("a", "b", ""), steps=2, entered=("a",)))
