@@ -148,6 +148,7 @@ class Backward:
         nodes = self._graph(_node_of(root) for root in roots)
         self._place_leaves(nodes, caller)
         if all(node.stream is caller for node in nodes.values()):
+            _let_go(nodes)
             return run
         run.nodes = nodes
         run.captured = [nodes[id(node)] for node in map(_node_of, ends) if id(node) in nodes]
@@ -165,6 +166,7 @@ class Backward:
             self._accumulating = {}
             for handle in run.handles:
                 handle.remove()
+            _let_go(run.nodes)
 
     def _resume(self, run: _Pass | None) -> None:
         self.current = run
@@ -349,6 +351,13 @@ class Backward:
                     machine.stream_id(stream),
                     other=record.ordinal,
                 )
+
+
+def _let_go(nodes: dict[int, _Node]) -> None:
+    """Hold nothing of the graph any more: nodes refer to each other, and would do so until collected."""
+    for node in nodes.values():
+        node.node = None
+        node.producers, node.consumers = [], []
 
 
 def _node_of(root: Any) -> Any:

@@ -1,5 +1,6 @@
 """Backward: which stream autograd runs what on, and what it orders by itself, rule by rule."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -271,6 +272,33 @@ def test_a_leaf_whose_node_is_kept_keeps_its_stream() -> None:
 
 
 # ---------------------------------------------------------------------- hooks and contexts
+
+
+@pytest.mark.parametrize("on_side", [False, True])
+def test_a_graph_that_has_run_dies_with_its_last_reference(on_side: bool) -> None:
+    """What a node keeps is freed at once, as without the simulator, and not when garbage is collected."""
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
+            ctx.kept = kept
+            return x * 2
+
+        @staticmethod
+        def backward(_ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0] * 2, None
+
+    def program() -> bool:
+        kept = torch.nn.Identity()
+        seen = weakref.ref(kept)
+        on(cpu.Stream(), torch.sin, leaf())  # backward has several streams to tell apart
+        x = leaf()
+        y = on(cpu.Stream(), torch.sin, x) if on_side else x
+        Keeps.apply(y, kept).sum().backward()  # type: ignore[no-untyped-call]
+        del kept
+        return seen() is None
+
+    assert on_one_rank(program)
 
 
 def test_a_hook_sees_the_stream_of_its_node() -> None:
