@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +20,7 @@ import fsdp_sim
 from ci.gpu.breaking import broken
 from ci.gpu.delays import AtRandom, BeforeFirst, Delays, Place, TakesMemory
 from ci.gpu.process import device, has_gpu
-from ci.gpu.programs import kept, without_collector
+from ci.gpu.programs import kept, on_host, without_collector
 from fsdp_sim.errors import Finding
 from fsdp_sim.mutation.programs import SpecProgram, same
 from fsdp_sim.mutation.site import Site, Verb
@@ -189,23 +189,7 @@ def run_once(
             run = run_program(kept()[name], device())
         if has_gpu():
             torch.cuda.synchronize()
-    return _on_host(run)
-
-
-def _on_host(run: RankRun) -> RankRun:
-    def move(rows: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-        return {key: None if row is None else row.cpu() for key, row in rows.items()}
-
-    steps = [
-        replace(
-            step,
-            losses=tuple(tuple(loss.cpu() for loss in one) for one in step.losses),
-            gradients=move(step.gradients),
-            parameters=move(step.parameters),
-        )
-        for step in run.steps
-    ]
-    return replace(run, steps=tuple(steps))
+    return on_host(run)
 
 
 @functools.cache
@@ -271,9 +255,9 @@ def try_clean(task: tuple[str, int, int]) -> tuple[str, int, list[str]]:
     return name, hits, wrong
 
 
-def equals_unsharded(name: str) -> bool:
-    """Whether an undisturbed run has the numbers of the unsharded one, as far as sums are exact."""
-    return SpecProgram(name, kept()[name]).difference([undisturbed(name)]) is None
+def unlike_unsharded(name: str) -> str | None:
+    """Return where an undisturbed run is not as the unsharded one says, as far as sums are exact."""
+    return SpecProgram(name, kept()[name]).difference([undisturbed(name)])
 
 
 # ---------------------------------------------------------------------- the part
@@ -302,12 +286,12 @@ def run(names: Sequence[str] = (), placements: int = PLACEMENTS) -> dict[str, ob
     with TemporaryDirectory() as folder, workers(folder, start) as pool:
         trials = list(pool.map(try_case, cases))
         clean = list(pool.map(try_clean, tasks))
-        parity = dict(zip(names, pool.map(equals_unsharded, names)))
+        unlike = dict(zip(names, pool.map(unlike_unsharded, names)))
     rows: dict[str, object] = {
         "broken": _rates(trials),
         "clean": {
             "programs": len(names),
-            "unlike the unsharded run on a CPU": [name for name in names if not parity[name]],
+            "unlike the unsharded run on a CPU": {n: text for n, text in unlike.items() if text},
             "placements of each": placements,
             "delays": sum(hits for _, hits, _ in clean),
             "wrong": [f"{name} {line}" for name, _, wrong in clean for line in wrong],

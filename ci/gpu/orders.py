@@ -1,24 +1,26 @@
 """Orders: recorded runs on the GPU and simulated ones of the same programs have one order digest."""
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
 from torch.multiprocessing.spawn import spawn
 
 import fsdp_sim
 from ci.gpu.process import device, one_process_group, shared_gpu_group
-from ci.gpu.programs import drawn, kept, on_two_ranks, train_fsdp2, without_collector
-from fsdp_sim.program import ProgramSpec, run_program
+from ci.gpu.programs import (
+    Body,
+    drawn,
+    kept,
+    on_two_ranks,
+    simulated_bodies,
+    train_fsdp2,
+    training,
+    without_collector,
+)
 from fsdp_sim.trace import Trace, diff
 
 DRAWN = 40
-
-Body = Callable[[torch.device], Any]
 
 
 def run() -> dict[str, object]:
@@ -26,38 +28,19 @@ def run() -> dict[str, object]:
 
     Programs that raise where they are simulated are left out.
     """
-    one = {name: _training(program) for name, program in (kept() | drawn(DRAWN)).items()}
+    one = {name: training(program) for name, program in (kept() | drawn(DRAWN)).items()}
     rows: dict[str, object] = {}
-    simulated = _simulated(one, 1)
-    rows["one rank, NCCL"] = _compared(_recorded_here(one, simulated), simulated)
-    simulated = _simulated(_bodies_of_two(), 2)
-    rows["two ranks, gloo"] = _compared(_recorded_by_two(), simulated)
+    simulated = simulated_bodies(one, 1)
+    rows["one rank, NCCL"] = compared(_recorded_here(one, simulated), simulated)
+    simulated = simulated_bodies(_bodies_of_two(), 2)
+    rows["two ranks, gloo"] = compared(_recorded_by_two(), simulated)
     print(json.dumps(rows, indent=1))
     return rows
 
 
-def _training(program: ProgramSpec) -> Body:
-    return lambda where: run_program(program, where)
-
-
 def _bodies_of_two() -> dict[str, Body]:
-    programs = {name: _training(program) for name, program in on_two_ranks().items()}
+    programs = {name: training(program) for name, program in on_two_ranks().items()}
     return {**programs, "FSDP2": train_fsdp2}
-
-
-def _simulated(bodies: dict[str, Body], world_size: int) -> dict[str, Trace]:
-    """Return the traces of the programs on simulated ranks, without those that raise."""
-    traces = {}
-    for name, body in bodies.items():
-
-        def rank_program(_rank: int, body: Body = body) -> None:
-            body(torch.device("cpu"))
-
-        with without_collector(), suppress(Exception):
-            traces[name] = fsdp_sim.simulate(
-                rank_program, world_size, trace=True, strict=False
-            ).trace
-    return traces
 
 
 # ---------------------------------------------------------------------- recorded
@@ -65,10 +48,10 @@ def _simulated(bodies: dict[str, Body], world_size: int) -> dict[str, Trace]:
 
 def _recorded_here(bodies: dict[str, Body], simulated: dict[str, Trace]) -> dict[str, Trace | str]:
     with one_process_group():
-        return {name: _recorded(bodies[name]) for name in simulated}
+        return {name: recorded(bodies[name]) for name in simulated}
 
 
-def _recorded(body: Body, path: str | None = None) -> Trace | str:
+def recorded(body: Body, path: str | None = None) -> Trace | str:
     """Return what this process did; what it raised, if it did."""
     with without_collector():
         try:
@@ -92,7 +75,7 @@ def _recorded_by_two() -> dict[str, Trace | str]:
 def _process(rank: int, folder: str) -> None:
     with shared_gpu_group(rank, 2, folder):
         for name, body in _bodies_of_two().items():
-            raised = _recorded(body, f"{folder}/{name}-{{rank}}")
+            raised = recorded(body, f"{folder}/{name}-{{rank}}")
             if isinstance(raised, str):
                 print(f"{name} on rank {rank}: {raised}")
 
@@ -100,7 +83,7 @@ def _process(rank: int, folder: str) -> None:
 # ---------------------------------------------------------------------- compared
 
 
-def _compared(recorded: dict[str, Trace | str], simulated: dict[str, Trace]) -> dict[str, object]:
+def compared(recorded: dict[str, Trace | str], simulated: dict[str, Trace]) -> dict[str, object]:
     different = {
         name: difference
         for name, trace in recorded.items()

@@ -2,9 +2,10 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import fsdp_sim
 from fsdp_sim.mutation.core_programs import small_programs
-from fsdp_sim.program import ProgramSpec
+from fsdp_sim.program import ProgramSpec, run_program
+from fsdp_sim.program.results import RankRun
 from fsdp_sim.program.tree import units
 from fsdp_sim.strategies import programs as drawn_programs
+from fsdp_sim.trace import Trace
+
+Body = Callable[[torch.device], Any]
+"""What one rank does on a device."""
 
 FSDP2_WIDTH = 8
 FSDP2_STEPS = 2
@@ -43,25 +50,73 @@ def on_two_ranks() -> dict[str, ProgramSpec]:
     }
 
 
-def drawn(count: int) -> dict[str, ProgramSpec]:
-    """Return programs of one rank, the same ones each time."""
+def drawn(count: int, ranks: int = 1) -> dict[str, ProgramSpec]:
+    """Return programs of a number of ranks, the same ones each time."""
     found: dict[ProgramSpec, None] = {}
 
     @settings(
-        max_examples=4 * count,
+        max_examples=4 * count * ranks,
         database=None,
         derandomize=True,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn_programs(ranks_max=1, disturbed=False))
+    @given(drawn_programs(ranks_max=ranks, disturbed=False))
     def draw(program: ProgramSpec) -> None:
-        found[program] = None
+        if program.world_size == ranks:
+            found[program] = None
 
     draw()
     largest = sorted(found, key=lambda program: -len(repr(program)))[:count]
     return {f"drawn {number}": program for number, program in enumerate(largest)}
+
+
+def training(program: ProgramSpec) -> Body:
+    """Return what runs a program on a device."""
+    return lambda where: run_program(program, where)
+
+
+def simulated(programs: dict[str, ProgramSpec]) -> dict[str, Trace]:
+    """Return the traces of programs of one world on simulated ranks, without those that raise."""
+    if not programs:
+        return {}
+    (world_size,) = {program.world_size for program in programs.values()}
+    bodies = {name: training(program) for name, program in programs.items()}
+    return simulated_bodies(bodies, world_size)
+
+
+def simulated_bodies(bodies: dict[str, Body], world_size: int) -> dict[str, Trace]:
+    """Return the traces of bodies on simulated ranks, without those that raise."""
+    traces = {}
+    for name, body in bodies.items():
+
+        def rank_program(_rank: int, body: Body = body) -> None:
+            body(torch.device("cpu"))
+
+        with without_collector(), suppress(Exception):
+            traces[name] = fsdp_sim.simulate(
+                rank_program, world_size, trace=True, strict=False
+            ).trace
+    return traces
+
+
+def on_host(run: RankRun) -> RankRun:
+    """Return what a run holds, on the host."""
+
+    def move(rows: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        return {key: None if row is None else row.cpu() for key, row in rows.items()}
+
+    steps = [
+        replace(
+            step,
+            losses=tuple(tuple(loss.cpu() for loss in one) for one in step.losses),
+            gradients=move(step.gradients),
+            parameters=move(step.parameters),
+        )
+        for step in run.steps
+    ]
+    return replace(run, steps=tuple(steps))
 
 
 @contextmanager
