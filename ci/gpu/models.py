@@ -1,4 +1,4 @@
-"""The two models that are timed, and the ways of training them that are compared."""
+"""The models that are timed, and the ways of training them that are compared."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 
+from ci.gpu.process import device
 from ci.training import Size, Step, plain_step
 
 VOCABULARY = 50304
@@ -17,6 +18,8 @@ VOCABULARY = 50304
 SIZES = {
     "small": Size(layers=24, width=512, heads=8, batch=4, length=512),
     "large": Size(layers=24, width=2048, heads=16, batch=4, length=2048),
+    "huge": Size(layers=40, width=4096, heads=32, batch=1, length=4096),
+    "tiny": Size(layers=2, width=32, heads=2, batch=1, length=8),
 }
 
 
@@ -109,7 +112,7 @@ def fsdp2(model: Gpt) -> Step:
     """PyTorch's own fully-sharded data parallelism: bf16 compute, fp32 main weights."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -121,7 +124,7 @@ def fsdp_core_(model: Gpt) -> Step:
     """This repository's runtime: bf16 compute, fp32 main weights."""
     import fsdp_core
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     shards = (Shard(0),)
     placements = fsdp_core.Placements((0,), shards, shards, shards)
     policy = fsdp_core.MixedPrecisionPolicy(

@@ -1,0 +1,1 @@
+"""What several GPUs show; docs/gpu.md says how to run it."""
