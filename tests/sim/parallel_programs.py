@@ -139,6 +139,16 @@ def fsdp2_evaluation(rank: int) -> list[float]:
     return [*before, *weights, *after]
 
 
+def fsdp2_compiled(rank: int) -> list[float]:
+    """Train with each unit compiled."""
+    model = sharded(line())
+    for block in model:
+        block.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo looks at gradients of tensors that are no leaves
+        return train(model, rank)
+
+
 FSDP2: dict[str, Callable[[int], Any]] = {
     "plain": fsdp2,
     "kept whole": partial(fsdp2, reshard_after_forward=False),
@@ -152,6 +162,7 @@ FSDP2: dict[str, Callable[[int], Any]] = {
     "accumulated": partial(fsdp2, microbatches=2),
     "replicated and accumulated": partial(fsdp2, mesh=square, microbatches=2),
     "evaluated": fsdp2_evaluation,
+    "compiled": fsdp2_compiled,
 }
 
 
