@@ -64,7 +64,8 @@ def run(ranks: int, device: str | None, script: str, arguments: Any, **how: Any)
     with _program(script, arguments) as program:
         outputs = _outputs(how)
         how |= {"knobs": _knobs(device), "strict": False, "trace": bool(outputs)}
-        report = fsdp_sim.simulate(program, ranks, **how)
+        with _writing_failures(outputs):
+            report = fsdp_sim.simulate(program, ranks, **how)
         _write(report, outputs)
         conclude(report, [script, *arguments])
 
@@ -111,7 +112,8 @@ def replay(what: str, script: str | None, arguments: Any, **outputs: Any) -> Non
         _follow(what, options)
         return
     with _program(script, arguments) as program:
-        report = fsdp_sim.replay(program, what, strict=False, **options)
+        with _writing_failures(outputs):
+            report = fsdp_sim.replay(program, what, strict=False, **options)
         _write(report, outputs)
         conclude(report, [script, *arguments])
 
@@ -134,6 +136,18 @@ def _program(script: str, arguments: tuple[str, ...]) -> Iterator[Script]:
         program = Script(script, arguments)
         with program.importing():
             yield program
+
+
+@contextmanager
+def _writing_failures(outputs: dict[str, str]) -> Iterator[None]:
+    """Write what was asked for also of a run that raises: it is then that people look."""
+    try:
+        yield
+    except Exception as error:
+        report = getattr(error, "report", None)
+        if report is not None:
+            _write(report, outputs)
+        raise
 
 
 def _write(report: "Report", outputs: dict[str, str]) -> None:
