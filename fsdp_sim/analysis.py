@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fsdp_sim.checkers import Checker
+from fsdp_sim.checkers.liveness import Liveness
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
 from fsdp_sim.missing_edges import MissingEdges
@@ -192,10 +193,24 @@ def _key(finding: Finding) -> tuple[object, ...]:
     )
 
 
-def analyse(ops: Iterable[Op], checkers: Iterable[Checker], rank_count: int) -> Analysis:
-    """Feed all of a stored trace, to its end."""
+def analyse(
+    ops: Iterable[Op], checkers: Iterable[Checker], rank_count: int, *, ended: Sequence[int] = ()
+) -> Analysis:
+    """Feed all of a stored trace, to its end.
+
+    Args:
+        ops: of all ranks.
+        checkers: as ``checkers.make`` gives them.
+        rank_count: number of ranks.
+        ended: ranks that are known to have issued all that they ever will.
+    """
     analysis = Analysis(checkers, rank_count)
     for op in ops:
         analysis.feed(op)
+    liveness = analysis.checker(Liveness)
+    if ended and liveness is not None and not liveness.has_deadlock:
+        finding = liveness.never_issued(rank_count, ended)
+        if finding is not None:
+            analysis.add(finding)
     analysis.end()
     return analysis

@@ -315,4 +315,5 @@ class Simulation:
             probes={**self.probes, **{f"fault {rule}": n > 0 for rule, n in faults.items()}},
         )
         self.trace.schedule = schedule
+        self.trace.ended = tuple(rank.index for rank in world.ranks if rank.has_ended)
         return report

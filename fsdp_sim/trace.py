@@ -28,6 +28,7 @@ class Trace:
 
     Attributes:
         schedule: how the run was scheduled, when that is known.
+        ended: ranks whose programs have come to their ends; none where that is not known.
         keeps_all: all ops are kept.
     """
 
@@ -37,6 +38,7 @@ class Trace:
         self.world_size = world_size
         self.ranks = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
         self.schedule: Schedule | None = None
+        self.ended: tuple[int, ...] = ()
         self.keeps_all = keep_ops
         self._ops: list[Op] | deque[Op] = [] if keep_ops else deque(maxlen=LAST_OPS_KEPT)
         self._digests = [RankDigest() for _ in range(world_size)]
@@ -85,6 +87,7 @@ class Trace:
         header = {
             "world_size": self.world_size,
             "ranks": self.ranks,
+            "ended": self.ended,
             "schedule": None if self.schedule is None else str(self.schedule),
             "torch": str(torch_version),
             "digest": self.digest,
@@ -101,6 +104,7 @@ class Trace:
         """
         header, ops = trace_file.read(path)
         trace = cls.of(ops, header["world_size"], header["ranks"])
+        trace.ended = tuple(header["ended"])
         if header["schedule"] is not None:
             trace.schedule = Schedule.parse(header["schedule"])
         if trace.digest != header["digest"]:

@@ -1,8 +1,9 @@
 """Trace files: ops as JSON lines of a versioned schema, from a simulation or a recorder.
 
 The first line is a header: ``schema``, ``version``, ``world_size``, ``ranks`` (whose ops are in it),
-``schedule`` (or null), ``torch``, ``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names, without
-those that have their default.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
+``ended`` (ranks whose programs have come to their ends, where that is known), ``schedule`` (or null),
+``torch``, ``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names,
+without those that have their default.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
 strides]`` behind where not every byte of the range is touched.  Reading one runs nothing.
 """
 
@@ -15,12 +16,13 @@ from fsdp_sim.errors import ConfigError
 from fsdp_sim.op import Access, Call, Kind, Op, Source
 
 SCHEMA = "fsdp_sim.trace"
-VERSION = 2
+VERSION = 3
 HEADER = (
     "schema",
     "version",
     "world_size",
     "ranks",
+    "ended",
     "schedule",
     "torch",
     "digest",
@@ -100,11 +102,12 @@ def _header(path: str | Path, line: str) -> dict[str, Any]:
         )
     if tuple(header) != HEADER or not isinstance(header["world_size"], int):
         raise ConfigError(f"{path}:1 must have the fields {', '.join(HEADER)}, got {line[:200]!r}")
-    ranks = header["ranks"]
-    if not isinstance(ranks, list) or not set(ranks) <= set(range(header["world_size"])):
-        raise ConfigError(
-            f"{path}:1 ranks must be numbers below {header['world_size']}, got {ranks!r}"
-        )
+    for name in ("ranks", "ended"):
+        ranks = header[name]
+        if not isinstance(ranks, list) or not set(ranks) <= set(range(header["world_size"])):
+            raise ConfigError(
+                f"{path}:1 {name} must be numbers below {header['world_size']}, got {ranks!r}"
+            )
     return header
 
 

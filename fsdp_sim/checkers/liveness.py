@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fsdp_sim.checkers import deadlock
 from fsdp_sim.checkers.device_graph import (
     POINT_TO_POINT,
     DeviceGraph,
@@ -38,6 +39,7 @@ class Liveness:
         self._streams = DeviceGraph()
         self._submission = DeviceGraph(is_serial=True)
         self._latest: dict[int, dict[int, dict[Any, Op]]] = {}
+        self.has_deadlock = False
         self._unordered_on: dict[Any, dict[Any, dict[int, None]]] = {}
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
@@ -53,6 +55,20 @@ class Liveness:
     def on_end(self) -> Iterable[Finding]:
         """Return nothing: what a stored trace does not hold may have been cut off."""
         return ()
+
+    def never_issued(self, rank_count: int, ended: Sequence[int]) -> Finding | None:
+        """Return what never completes, since ranks of a stored run have ended without their part."""
+        stands = [
+            deadlock.Stand(
+                rank,
+                is_ended=rank in ended,
+                is_host_wait=False,
+                waits_for=(),
+                describe="has ended" if rank in ended else "has not",
+            )
+            for rank in range(rank_count)
+        ]
+        return deadlock.judge(self._streams.operations(), stands, self._words.site)
 
     def _cycle(self, op: Op, call: Call, clock: Clock) -> Finding | None:
         """Look for a cycle that this operation closes, in either graph."""
@@ -83,6 +99,7 @@ class Liveness:
         return graph.issue(op.rank, call, clock, op.stream, annotation=op.annotation, op=op)
 
     def _deadlock(self, edges: Sequence[Edge], message: str) -> Finding:
+        self.has_deadlock = True
         ops = [op for edge in edges for op in (edge.earlier_op, edge.later_op) if op is not None]
         is_messages = all(op.call is not None and op.call.name in POINT_TO_POINT for op in ops)
         hints = (BATCH_HINT,) if is_messages else ()

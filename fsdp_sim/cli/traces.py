@@ -61,9 +61,12 @@ def draw_run(run: Trace, findings: Sequence[Finding], path: str) -> None:
         console.print(f"no picture: {error}")
 
 
+def _findings_of(run: Trace) -> Sequence[Finding]:
+    return analyse(run.ops, make(CHECKERS), run.world_size, ended=run.ended).findings
+
+
 def _errors_of(run: Trace) -> list[Finding]:
-    findings = analyse(run.ops, make(CHECKERS), run.world_size).findings
-    return [finding for finding in findings if not finding.is_notice]
+    return [finding for finding in _findings_of(run) if not finding.is_notice]
 
 
 @trace.command("diff")
@@ -94,7 +97,7 @@ def check(files: tuple[str, ...]) -> None:
     is_clean = True
     with judging(files):
         for name, loaded in _runs(files):
-            findings = analyse(loaded.ops, make(CHECKERS), loaded.world_size).findings
+            findings = _findings_of(loaded)
             for finding in findings:
                 console.print(f"{finding_text(finding)}\n")
             errors = [finding for finding in findings if not finding.is_notice]

@@ -72,6 +72,7 @@ class Rank:
         result: what the program returned.
         error: what it raised; never a finding.
         crash: an injected one that has ended it.
+        has_ended: it has come to its end by itself, not because the run was stopped.
         order_of_error: a number that grows with time, to tell which rank raised first.
         thread: the number of the thread that it runs on.
     """
@@ -86,6 +87,7 @@ class Rank:
         self.error: BaseException | None = None
         self.order_of_error: int | None = None
         self.crash: InjectedCrash | None = None
+        self.has_ended = False
         self._polls = 0
         self.baton = Baton()
         self.thread = 0
@@ -329,6 +331,7 @@ class World:
         if rank.crash is not None:
             rank.result, rank.error = None, rank.crash
         rank.state = RankState.ENDED
+        rank.has_ended = self.stop_error is None
         if rank.index in self.runnable:
             self.runnable.remove(rank.index)
         self._leave(rank)

@@ -180,7 +180,7 @@ def test_a_trace_is_read_back_with_its_schedule_and_calls(tmp_path: Path) -> Non
     [
         (0, "[]", ":1 must be a JSON object"),
         (0, '{"schema":"other"}', ":1 must be the header of a trace"),
-        (0, '{"schema":"fsdp_sim.trace","version":9}', ":1 must be of version 2, got 9"),
+        (0, '{"schema":"fsdp_sim.trace","version":9}', ":1 must be of version 3, got 9"),
         (2, "{", ":3 must be JSON"),
         (2, '{"rank":0}', ":3 must have the field 'index'"),
         (2, '{"rank":0,"index":1,"kind":"sum","name":"x","stream":0}', "'sum' is not a valid Kind"),

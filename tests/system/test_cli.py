@@ -226,6 +226,26 @@ def test_check_finds_in_a_stored_trace_what_the_run_found(tmp_path: Path) -> Non
     assert "script.py:7  x.sum()" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "all_reduce(x) if get_rank() else None",
+        "all_reduce(x) if get_rank() else None; x.sum().item()",
+        "all_reduce(x); 1 / get_rank(); barrier()",
+    ],
+    ids=["nobody waits for it", "somebody waits for it", "a rank has raised"],
+)
+def test_check_finds_what_a_rank_that_has_ended_never_issued(tmp_path: Path, lines: str) -> None:
+    """A stored trace says whose program has come to its end."""
+    start = "import torch; from torch.distributed import *; x = torch.ones(1)\n"
+    result = invoke("check", recorded(tmp_path, start + lines))
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Deadlock: ")
+    assert "missing: rank 0\n" in result.stderr
+    assert "script.py:2" in result.stderr
+
+
 def test_check_of_a_clean_trace_leaves_with_0(tmp_path: Path) -> None:
     """A correct program has no findings in store either."""
     result = invoke("check", recorded(tmp_path, CLEAN))
