@@ -187,6 +187,14 @@ def _is_channels_last(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------------- the collectives
 
 
+def _flat_pairs(request: Request) -> list[tuple[Tensor, Tensor]]:
+    """Return the input and the output of a call with flat tensors, or of each entry of a batch of it."""
+    args = request.args
+    if "input_tensor" in args:
+        return [(args["input_tensor"], args["output_tensor"])]
+    return list(zip(args["inputs"], args["outputs"], strict=True))
+
+
 def all_reduce(request: Request) -> list[Meaning]:
     """Every rank gets the reduction of all ranks' tensors, in place."""
     if request.args.get("sparse_indices") is not None:
@@ -234,19 +242,9 @@ def broadcast(request: Request) -> list[Meaning]:
     ]
 
 
-def all_gather_single(request: Request) -> list[Meaning]:
+def all_gather_flat(request: Request) -> list[Meaning]:
     """Every rank gets all ranks' tensors, one after the other in one flat tensor."""
-    args = request.args
-    return [_all_gather_flat(request, args["input_tensor"], args["output_tensor"])]
-
-
-def all_gather_coalesced(request: Request) -> list[Meaning]:
-    """Several flat all-gathers as one batch."""
-    args = request.args
-    return [
-        _all_gather_flat(request, source, target)
-        for source, target in zip(args["inputs"], args["outputs"], strict=True)
-    ]
+    return [_all_gather_flat(request, *pair) for pair in _flat_pairs(request)]
 
 
 def _all_gather_flat(request: Request, source: Tensor, target: Tensor) -> Meaning:
@@ -296,19 +294,9 @@ def _all_gather_list(request: Request, source: Tensor, targets: list[Tensor]) ->
     return Meaning("all_gather", [source], targets, compute, sizes, dtype)
 
 
-def reduce_scatter_single(request: Request) -> list[Meaning]:
+def reduce_scatter_flat(request: Request) -> list[Meaning]:
     """Rank r gets the r-th piece of the reduction of all ranks' flat tensors."""
-    args = request.args
-    return [_reduce_scatter_flat(request, args["input_tensor"], args["output_tensor"])]
-
-
-def reduce_scatter_coalesced(request: Request) -> list[Meaning]:
-    """Several flat reduce-scatters as one batch."""
-    args = request.args
-    return [
-        _reduce_scatter_flat(request, source, target)
-        for source, target in zip(args["inputs"], args["outputs"], strict=True)
-    ]
+    return [_reduce_scatter_flat(request, *pair) for pair in _flat_pairs(request)]
 
 
 def _reduce_scatter_flat(request: Request, source: Tensor, target: Tensor) -> Meaning:
@@ -503,12 +491,12 @@ COLLECTIVES: dict[str, Callable[[Request], list[Meaning]]] = {
     "allreduce_": all_reduce,
     "allreduce_coalesced_": all_reduce,
     "broadcast_": broadcast,
-    "_allgather_base_": all_gather_single,
-    "allgather_into_tensor_coalesced_": all_gather_coalesced,
+    "_allgather_base_": all_gather_flat,
+    "allgather_into_tensor_coalesced_": all_gather_flat,
     "allgather_": all_gather_list,
     "allgather_coalesced_": all_gather_list_coalesced,
-    "_reduce_scatter_base_": reduce_scatter_single,
-    "reduce_scatter_tensor_coalesced_": reduce_scatter_coalesced,
+    "_reduce_scatter_base_": reduce_scatter_flat,
+    "reduce_scatter_tensor_coalesced_": reduce_scatter_flat,
     "reduce_scatter_": reduce_scatter_list,
     "reduce_": reduce_to_root,
     "gather_": gather,
