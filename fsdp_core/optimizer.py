@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from fsdp_core.module import complete_groups, refuse_closure
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
+from fsdp_core.plain_optimizer import WHOLE_TENSORS, not_elementwise
 from fsdp_core.torch_private import local_tensor
 
 # Their update of an element depends on that element alone, so that flat shards give the same bits.
@@ -38,8 +39,7 @@ _ELEMENTWISE = (
 
 # What cannot work on shards, and what to use instead.
 _REFUSED = {
-    "Adafactor": ("its update of an element depends on the whole tensor", "AdamW"),
-    "Muon": ("its update of an element depends on the whole matrix", "FsdpMuon"),
+    **{cls.__name__: said for cls, said in WHOLE_TENSORS.items()},
     "LBFGS": ("it calls the model back during a step", "AdamW"),
     "SparseAdam": ("it needs sparse gradients, which are reduced as dense ones", "AdamW"),
 }
@@ -132,12 +132,7 @@ def _check_class(optimizer: object, *, elementwise: bool | None) -> None:
         )
         raise ConfigError(msg)
     if name in _REFUSED:
-        reason, other = _REFUSED[name]
-        msg = (
-            f"an optimizer of shards must update each element by itself, got {name}: {reason}; use "
-            f"{other}"
-        )
-        raise UnsupportedError(msg)
+        raise not_elementwise(name, *_REFUSED[name])
     if elementwise is False or (elementwise is None and type(optimizer) not in _ELEMENTWISE):
         msg = (
             f"an optimizer of shards must update each element by itself, got {name}; if it does, "

@@ -10,16 +10,23 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Muon, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from fsdp_core.errors import ConfigError
+from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.module import complete_groups
 from fsdp_core.parameter_group import Owner, ParameterGroup, describe_state, owner_of
+from fsdp_core.placement import is_sharded
 from fsdp_core.torch_private import optimizer_step_pre_hooks
+
+# Whose update of an element depends on others, and what to use instead.
+WHOLE_TENSORS: dict[type[Optimizer], tuple[str, str]] = {
+    Adafactor: ("its update of an element depends on the whole tensor", "AdamW"),
+    Muon: ("its update of an element depends on the whole matrix", "FsdpMuon"),
+}
 
 
 def watch_optimizers() -> None:
@@ -39,6 +46,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
     Raises:
         ConfigError: the optimizer holds a full parameter.
+        UnsupportedError: it needs whole tensors, and holds shards.
         StateError: some gradient is still to come.
     """
     groups: dict[ParameterGroup, None] = {}
@@ -46,6 +54,8 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not isinstance(parameter, DTensor):
             raise _foreign(owner, group)
         groups[group] = None
+    if type(optimizer) in WHOLE_TENSORS and any(map(_holds_shards, groups)):
+        raise not_elementwise(type(optimizer).__name__, *WHOLE_TENSORS[type(optimizer)])
     complete_groups(groups)
 
 
@@ -66,6 +76,19 @@ def _owned(optimizer: Optimizer) -> Iterator[tuple[Tensor, Owner, ParameterGroup
             owner = owner_of(parameter)
             if owner is not None and (group := owner.group()) is not None:
                 yield parameter, owner, group
+
+
+def _holds_shards(group: ParameterGroup) -> bool:
+    return any(map(is_sharded, group.main_weight.placements))
+
+
+def not_elementwise(name: str, reason: str, other: str) -> UnsupportedError:
+    """Say why a class of optimizers cannot work on shards, and which one can."""
+    msg = (
+        f"an optimizer of shards must update each element by itself, got {name}: {reason}; use "
+        f"{other}"
+    )
+    return UnsupportedError(msg)
 
 
 def _foreign(owner: Owner, group: ParameterGroup) -> ConfigError:

@@ -2,14 +2,17 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import FsdpMuon
+from fsdp_core import FsdpMuon, Placements
+from fsdp_core.errors import UnsupportedError
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     Tensors,
@@ -121,3 +124,42 @@ ROWS = st.integers(1, 6)
 def test_any_matrices_have_the_bits_of_the_unsharded_step(shapes: Shapes) -> None:
     """Also more ranks than rows."""
     check(shapes, 3)
+
+
+@pytest.mark.parametrize(
+    ("plain", "advice"), [(torch.optim.Muon, "FsdpMuon"), (torch.optim.Adafactor, "AdamW")]
+)
+def test_a_plain_optimizer_of_whole_tensors_is_refused_at_its_step(plain: Any, advice: str) -> None:
+    """On uneven rows its results would be wrong, and nothing would say so."""
+
+    def program(_rank: int) -> str:
+        model = fill(Weights(SHAPES[:1]))
+        shard(model, "")
+        optimizer = plain(model.parameters(), lr=0.5)
+        model(0).backward()
+        with pytest.raises(UnsupportedError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    start = f"an optimizer of shards must update each element by itself, got {plain.__name__}: "
+    for message in fsdp_sim.simulate(program, 2).results:
+        assert message.startswith(start)
+        assert message.endswith(f"; use {advice}")
+
+
+@pytest.mark.parametrize("plain", [torch.optim.Muon, torch.optim.Adafactor])
+def test_a_plain_optimizer_of_whole_tensors_works_where_placements_keep_them_whole(
+    plain: Any,
+) -> None:
+    """No rank holds a part, so there is nothing to refuse."""
+
+    def program(_rank: int) -> Tensors:
+        model = fill(Weights(SHAPES[:1]))
+        whole = (Replicate(),)
+        shard(model, "", placements=Placements((0,), whole, (Partial("avg"),), whole))
+        return train(model, [plain(model.parameters(), lr=0.5)])
+
+    model = fill(Weights(SHAPES[:1]))
+    expected = train(model, [plain(model.parameters(), lr=0.5)])
+    for result in fsdp_sim.simulate(program, 2).results:
+        assert_equal(result, expected)

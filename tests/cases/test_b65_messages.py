@@ -169,6 +169,7 @@ ABOUT_NO_UNIT = {
     "muon.py:_assign",
     "optimizer.py:_check_class",
     "optimizer.py:_find",
+    "plain_optimizer.py:not_elementwise",
     # about several units, which the text names
     "agreement.py:agree_on_events",
     "agreement.py:agree_on_owners",
