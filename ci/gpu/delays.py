@@ -107,8 +107,11 @@ class BeforeFirst:
 class TakesMemory(BeforeFirst):
     """Delays as before, and lets a stream take freed memory where the finding says that it may.
 
-    Right before the allocation of the finding another one of the freed block's size is filled with NaN.
+    Right before the allocation of the finding others of the freed block's size are filled with NaN, so
+    many that the freed one is among them.
     """
+
+    count = 64
 
     def __init__(self, finding: Finding, milliseconds: float, nbytes: int) -> None:
         super().__init__(finding, milliseconds)
@@ -120,7 +123,8 @@ class TakesMemory(BeforeFirst):
         """Take memory, and return how long to sleep."""
         here = (place.label, place.role, place.source)
         if here == (self._alloc.annotation, self._pool, self._alloc.source):
-            torch.full((self._nbytes // 4,), torch.nan, device=device())
+            shape = (self._nbytes // 4,)
+            [torch.full(shape, torch.nan, device=device()) for _ in range(self.count)]
         return super().__call__(place)
 
 
