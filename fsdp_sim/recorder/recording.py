@@ -52,21 +52,16 @@ def record(
             the rank.
         rank: of this process; by default that of the process group, else of the environment, else 0.
         world_size: number of processes, likewise; 1 by default.
-        device: "cpu", or "cuda", which is not safe yet: a run on a GPU has crashed (docs/recording.md). To
-            be said where there is a GPU.
+        device: "cpu" or "cuda": whose streams are recorded; by default CUDA's where there is a GPU.
 
     Ordering:
         Begins before the program makes streams and issues collectives: what came before is not in it.
 
     Raises:
-        ConfigError: recording already, or inside a simulated world; the device is not said where there
-            is a GPU; or several processes would write one file.
+        ConfigError: recording already, or inside a simulated world; or several processes would write one
+            file.
     """
-    if device is None and torch.cuda.is_available():
-        raise ConfigError(
-            "device must be 'cpu' or 'cuda' where there is a GPU, got none; 'cuda' is not safe yet"
-        )
-    device = device or "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     recording = Recording(*_place(rank, world_size))
     target = _target(path, recording)
     if device not in ("cuda", "cpu"):

@@ -322,16 +322,14 @@ def test_what_cannot_be_recorded_is_refused_at_once(options: dict[str, Any], mes
     assert str(caught.value) == message
 
 
-def test_the_device_must_be_said_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording CUDA is not safe yet, so nobody gets it unasked."""
+def test_a_gpu_is_recorded_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to name it."""
+    fake_cuda.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with fsdp_sim.record() as recording:
+        cuda.Stream().synchronize()
 
-    with pytest.raises(ConfigError) as caught, fsdp_sim.record():
-        pass
-
-    assert str(caught.value) == (
-        "device must be 'cpu' or 'cuda' where there is a GPU, got none; 'cuda' is not safe yet"
-    )
+    assert [op.kind for op in recording.trace.ops][-1] is Kind.HOST_WAIT_STREAM
 
 
 def test_recordings_do_not_nest() -> None:
