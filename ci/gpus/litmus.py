@@ -15,7 +15,7 @@ from torch import Tensor
 import fsdp_sim
 from ci.gpu.delays import sleep
 from ci.gpu.process import device, has_gpu, one_process_group
-from ci.gpus.launch import in_fresh_processes, shared, synchronize
+from ci.gpus.launch import in_fresh_processes, synchronize
 
 DELAY_MS = 200.0
 SECONDS_MAX = 60.0
@@ -41,19 +41,23 @@ def body(name: str, *, simulated: bool = False) -> Callable[[Body], Body]:
 
 def run() -> dict[str, object]:
     """Return, for each body, what the ranks have seen, and what the simulator finds."""
-    rows: dict[str, object] = {}
+    rows: dict[str, dict[str, object]] = {}
     for name in BODIES:
         seen = in_fresh_processes("ci.gpus.litmus", name, seconds=SECONDS_MAX)
-        found = shared(_findings(name) if dist.get_rank() == 0 and name in SIMULATED else None)
-        rows[name] = {"ranks": seen, "simulator": found}
+        rows[name] = {"ranks": seen}
+        if name in SIMULATED:
+            size = str(dist.get_world_size())
+            (rows[name]["simulator"],) = in_fresh_processes(
+                "ci.gpus.litmus", name, size, ranks=1, seconds=SECONDS_MAX
+            )
     if dist.get_rank() == 0:
         print(json.dumps(rows, indent=1))
-    return rows
+    return dict(rows)
 
 
-def _findings(name: str) -> list[str]:
+def _findings(name: str, world_size: int) -> list[str]:
     try:
-        report = fsdp_sim.simulate(lambda _: BODIES[name](), dist.get_world_size(), strict=False)
+        report = fsdp_sim.simulate(lambda _: BODIES[name](), world_size, strict=False)
     except Exception as error:
         return [type(error).__name__]
     return sorted({finding.kind for finding in report.findings})
@@ -187,5 +191,8 @@ def _sum(value: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    with one_process_group():
-        print(json.dumps(BODIES[sys.argv[1]]()))
+    if len(sys.argv) > 2:
+        print(json.dumps(_findings(sys.argv[1], int(sys.argv[2]))))
+    else:
+        with one_process_group():
+            print(json.dumps(BODIES[sys.argv[1]]()))

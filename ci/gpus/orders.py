@@ -7,9 +7,10 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from ci.gpu.orders import compared, recorded
-from ci.gpu.programs import simulated, training
-from ci.gpus.launch import gathered, shared
+from ci.gpu.programs import training
+from ci.gpus.launch import gathered
 from ci.gpus.programs import programs_of
+from ci.gpus.simulated import names_of_simulated, trace_of
 from fsdp_sim.trace import Trace
 
 
@@ -20,18 +21,18 @@ def run() -> dict[str, object]:
     """
     rank = dist.get_rank()
     programs = programs_of(dist.get_world_size())
-    traces = simulated(programs) if rank == 0 else {}
-    names = shared([*traces])
     real: dict[str, Trace | str] = {}
+    expected: dict[str, Trace] = {}
     with TemporaryDirectory() as folder:
-        for name in names:
-            path = Path(folder) / "trace"
+        for name in names_of_simulated(folder):
+            path = Path(folder) / "recorded"
             raised = recorded(training(programs[name]), f"{path}-{{rank}}")
             mine = raised if isinstance(raised, str) else Path(f"{path}-{rank}").read_bytes()
             parts = gathered(mine)
             if rank == 0:
                 real[name] = _merged(parts, path)
-    row = compared(real, traces) if rank == 0 else {}
+                expected[name] = trace_of(folder, name)
+    row = compared(real, expected)
     if rank == 0:
         print(json.dumps(row, indent=1))
     return row

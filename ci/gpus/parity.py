@@ -1,13 +1,15 @@
 """Parity: programs on real ranks have the numbers of the unsharded run, bit for bit where sums are exact."""
 
 import json
+from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
 from ci.gpu.process import device
-from ci.gpu.programs import on_host, simulated
-from ci.gpus.launch import gathered, shared
+from ci.gpu.programs import on_host
+from ci.gpus.launch import gathered
 from ci.gpus.programs import programs_of
+from ci.gpus.simulated import names_of_simulated
 from fsdp_sim.mutation.programs import SpecProgram
 from fsdp_sim.program import ProgramSpec, run_program
 
@@ -17,7 +19,10 @@ def run() -> dict[str, object]:
 
     Programs that raise on simulated ranks are left out.
     """
-    programs = runnable()
+    with TemporaryDirectory() as folder:
+        names = names_of_simulated(folder)
+    kept = programs_of(dist.get_world_size())
+    programs = {name: kept[name] for name in names}
     differences = {}
     for name, program in programs.items():
         runs = gathered(_run(program))
@@ -28,13 +33,6 @@ def run() -> dict[str, object]:
     if dist.get_rank() == 0:
         print(json.dumps(row, indent=1))
     return row
-
-
-def runnable() -> dict[str, ProgramSpec]:
-    """Return the programs that end on simulated ranks; rank 0 finds out."""
-    programs = programs_of(dist.get_world_size())
-    ended = shared([*simulated(programs)] if dist.get_rank() == 0 else None)
-    return {name: programs[name] for name in ended}
 
 
 def _run(program: ProgramSpec) -> object:

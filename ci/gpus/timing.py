@@ -40,18 +40,20 @@ def run() -> dict[str, object]:
 
 def _row(size_name: str, ranks: int) -> dict[str, object]:
     """Return, for each way, what the slowest rank has measured in fresh processes, interleaved."""
-    found: dict[str, list[Any]] = {way: [] for way in COMPARED}
+    found: dict[str, list[list[Any]]] = {way: [] for way in COMPARED}
     for _ in range(ROUNDS):
         for way in COMPARED:
-            found[way] += in_fresh_processes("ci.gpus.timing", way, size_name, ranks=ranks)
-    return {way: _summary(SIZES[size_name], ranks, results) for way, results in found.items()}
+            found[way].append(in_fresh_processes("ci.gpus.timing", way, size_name, ranks=ranks))
+    return {way: _summary(SIZES[size_name], ranks, rounds) for way, rounds in found.items()}
 
 
-def _summary(size: Size, ranks: int, results: list[Any]) -> object:
+def _summary(size: Size, ranks: int, rounds: list[list[Any]]) -> object:
+    results = [each for one in rounds for each in one]
     failed = [each for each in results if isinstance(each, str)]
     if failed:
         return failed[0]
-    ms = statistics.median(max(block) for block in zip(*(each["ms"] for each in results)))
+    blocks = (block for one in rounds for block in zip(*(each["ms"] for each in one)))
+    ms = statistics.median(max(block) for block in blocks)
     exposed = [each["exposed_ms"] for each in results]
     return {
         "ms": ms,
