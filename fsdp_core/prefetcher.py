@@ -47,6 +47,8 @@ class Prefetcher:
         # Index of each module's event in the registration order; empty under RECORDED.
         self._positions: dict[Phase, dict[weakref.ref[nn.Module], int]] = {}
         self._evaluated: dict[weakref.ref[nn.Module], None] = {}
+        # Indices of events of the registration order that this pass went over.
+        self._skipped: set[int] = set()
         self._deviation: tuple[str, str] | None = None
         self._deviation_before: tuple[str, str] | None = None
 
@@ -147,7 +149,8 @@ class Prefetcher:
             return  # once more, right behind its own event: nothing else was passed over
         # A backward whose forward came before an earlier backward begins where it is, too.
         restarts = not (order.position if phase is Phase.BACKWARD else nested)
-        while (expected := order.peek()) and self._is_passed_over(expected, position):
+        self._skipped.update(range(order.position, position))
+        while (expected := order.peek()) and self._is_passed_over(expected, module, position):
             order.move_to(order.position + 1)
         if order.position == position:
             expected = None
@@ -164,19 +167,34 @@ class Prefetcher:
                 )
         order.move_to(position + 1)
 
-    def _is_passed_over(self, event: ExecutionEvent, position: int) -> bool:
-        """Whether nothing is wasted where this event does not come before the one at `position`.
+    def _is_passed_over(self, event: ExecutionEvent, module: nn.Module, position: int) -> bool:
+        """Whether nothing is wasted where this event does not come before `module` at `position`.
 
-        Nobody says when a unit without hooks runs, or that every module of a unit of several does;
-        backward passes by a unit that returns its input untouched; and a reentrant checkpoint runs
-        the forward without gradients.
+        Nobody says when a unit without hooks runs; backward passes by a unit that returns its input
+        untouched; and a reentrant checkpoint runs the forward without gradients.
         """
         if self.execution_order.position == position:
             return False
         unit = unit_of(event.module)
-        has_run = event.phase is Phase.FORWARD and weakref.ref(event.module) in self._evaluated
-        is_awaited = unit.notes_events and unit.full_numel and len(unit.modules) == 1
-        return has_run or not is_awaited
+        if not (unit.notes_events and unit.full_numel) or unit is unit_of(module):
+            return True
+        return self._comes_later(event) or any(
+            self._has_run(ref, event.phase) for ref in unit.modules
+        )
+
+    def _comes_later(self, event: ExecutionEvent) -> bool:
+        """Whether a module of the same unit has its event behind the one at the cursor."""
+        positions = self._positions[event.phase]
+        last = max(positions[ref] for ref in unit_of(event.module).modules if ref() is not None)
+        return last > self.execution_order.position
+
+    def _has_run(self, ref: "weakref.ref[nn.Module]", phase: Phase) -> bool:
+        """Whether a module has entered a phase in this pass, or its forward without gradients."""
+        if ref() is None:
+            return False
+        position = self._positions[phase][ref]
+        is_noted = position < self.execution_order.position and position not in self._skipped
+        return is_noted or (phase is Phase.FORWARD and ref in self._evaluated)
 
     # -- ends of passes ----------------------------------------------------------------------
 
@@ -188,6 +206,7 @@ class Prefetcher:
         """
         self._deviation_before, self._deviation = self._deviation, None
         self._evaluated.clear()
+        self._skipped.clear()
         order = self.execution_order
         if self.is_recording:
             if len(order):
@@ -206,6 +225,7 @@ class Prefetcher:
     def reset(self) -> None:
         """Forget what this pass has had."""
         self._evaluated.clear()
+        self._skipped.clear()
         self.rewind(0)
         self._deviation = None
 

@@ -568,6 +568,26 @@ def test_a_module_of_a_unit_of_several_that_is_not_called_is_not_missed() -> Non
     on_ranks(body, 2)
 
 
+@pytest.mark.everywhere
+def test_a_unit_of_several_modules_that_is_skipped_is_missed() -> None:
+    """Where none of them is called, as a unit of one module is; once for each change of order."""
+
+    def body(rank: int) -> list[str]:
+        shard(model := fill(Row("a", "b", "c", "d")), "a", ("b", "c"), "d", "")
+        seen = []
+        for calls in (("a", "d"), ("a", "d"), ("a", "b", "d"), ("a", "c", "d"), "abcd"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss_of(model(batch(rank), calls=calls), rank).backward()
+            seen.append(" ".join(str(each.message) for each in caught)[:80])
+        return seen
+
+    warned = (
+        "step 0: unit 'b+c' was expected to enter its forward next, got the forward of 'd'; pref"
+    )
+    assert on_ranks(body, 2) == [[warned[:80], "", "", "", ""]] * 2
+
+
 # ---------------------------------------------------------------------- recorded passes
 
 

@@ -243,7 +243,7 @@ def test_adam_that_was_not_adapted_takes_no_gradients_of_another_dtype() -> None
         shard(model := fill(linear()), "", mixed_precision_policy=MIXED)
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
         loss_of(model(batch(rank).bfloat16()).float(), rank).backward()
-        with pytest.raises(RuntimeError, match=r"^expected scalar type Float but found BFloat16"):
+        with pytest.raises(RuntimeError, match=r"same dtype|expected scalar type Float"):
             optimizer.step()
         fsdp_core.fully_shard_optimizer(optimizer)
         optimizer.step()
