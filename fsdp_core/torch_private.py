@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo import eval_frame
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
@@ -46,16 +45,8 @@ def check_torch_version(version: str) -> None:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# torch 2.12 renamed the two single-tensor collectives.
-_HAS_SINGLE_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
-
-# Why not the functions of torch.distributed: they check and convert arguments anew at each call,
-# which takes a third of its time.
-_GATHER_OPTIONS = AllgatherOptions()
-_GATHER_OPTIONS.asyncOp = False
-_SCATTER_OPTIONS = ReduceScatterOptions()
-_SCATTER_OPTIONS.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-_SCATTER_OPTIONS.asyncOp = False
+# torch 2.12 renamed the two single-tensor collectives; the old names warn since then.
+_HAS_SINGLE_NAMES = hasattr(dist, "all_gather_single")
 
 
 def all_gather_single(output: Tensor, shard: Tensor, process_group: dist.ProcessGroup) -> None:
@@ -64,11 +55,10 @@ def all_gather_single(output: Tensor, shard: Tensor, process_group: dist.Process
     Shapes:
         output: [W * S]; shard: [S], which may be this rank's slice of the output.
     """
-    group: Any = process_group
-    gather = group.all_gather_single if _HAS_SINGLE_NAMES else group._allgather_base
-    work = gather(output, shard, _GATHER_OPTIONS)
-    if work is not None:  # gloo's host must wait
-        work.wait()
+    if _HAS_SINGLE_NAMES:
+        dist.all_gather_single(output, shard, group=process_group)
+    else:
+        dist.all_gather_into_tensor(output, shard, group=process_group)
 
 
 def reduce_scatter_single(output: Tensor, full: Tensor, process_group: dist.ProcessGroup) -> None:
@@ -77,11 +67,10 @@ def reduce_scatter_single(output: Tensor, full: Tensor, process_group: dist.Proc
     Shapes:
         output: [S], which may be this rank's slice of `full`; full: [W * S].
     """
-    group: Any = process_group
-    scatter = group.reduce_scatter_single if _HAS_SINGLE_NAMES else group._reduce_scatter_base
-    work = scatter(output, full, _SCATTER_OPTIONS)
-    if work is not None:  # gloo's host must wait
-        work.wait()
+    if _HAS_SINGLE_NAMES:
+        dist.reduce_scatter_single(output, full, group=process_group)
+    else:
+        dist.reduce_scatter_tensor(output, full, group=process_group)
 
 
 class preserve_version:  # noqa: N801 - reads as the verb it is
