@@ -4,9 +4,8 @@ import time
 from dataclasses import dataclass, field
 
 from ci.search.coverage import Coverage
-from ci.search.draw import draw
+from ci.search.draw import draw, run
 from fsdp_sim.program import ProgramSpec, dump_program
-from fsdp_sim.program.parity import verify
 from fsdp_sim.replay_file import failure_of
 
 PROGRAMS_EACH = 100
@@ -55,7 +54,7 @@ def run_batch(number: int, count: int = PROGRAMS_EACH) -> Result:
 
     def each(program: ProgramSpec) -> None:
         try:
-            report = verify(program, trace=True)
+            report = run(program, trace=True)
         except Exception as error:
             last.append((program, error))
             raise

@@ -7,17 +7,39 @@ Note [rounds]
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdp_sim.program import ProgramSpec
+from fsdp_sim.program.parity import verify
+from fsdp_sim.simulation import Report
 from fsdp_sim.strategies import programs
 
 ROUND = 10
 """Examples of a round. See Note [rounds]."""
 
 Body = Callable[[ProgramSpec], None]
+
+
+class CheckpointFailed(RuntimeError):
+    """Saving or loading failed on some rank."""
+
+
+def run(program: ProgramSpec, **options: Any) -> Report:
+    """Run ``program`` with every check, and compare it with the unsharded run.
+
+    Raises:
+        CheckpointFailed: instead of PyTorch's exception, which is no ``Exception``: Hypothesis would let it
+            through.
+        Exception: whatever ``verify`` raises else.
+    """
+    try:
+        return verify(program, **options)
+    except CheckpointException as error:
+        raise CheckpointFailed(str(error)) from error
 
 
 def draw(body: Body, number: int, count: int) -> Exception | None:

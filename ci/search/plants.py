@@ -246,6 +246,20 @@ def _add_earlier_microbatches_behind_the_outer_reduction() -> Iterator[None]:
         yield
 
 
+def _reduce_before_weights_are_freed() -> AbstractContextManager[None]:
+    def change(_finish: Function) -> Function:
+        @wraps(_finish)
+        def wrong(unit: Any) -> None:
+            unit.gradients.reduce()
+            if not (unit.weights.has_frozen and in_graph_task()):
+                unit._leave_weights()  # noqa: SLF001
+                unit._close()  # noqa: SLF001
+
+        return wrong
+
+    return replaced(ShardedUnit, "_finish_gradients", change)
+
+
 def _ignore_nested_backwards() -> AbstractContextManager[None]:
     def change(retry: Function) -> Function:
         @wraps(retry)
@@ -328,6 +342,7 @@ _OWN: dict[str, Plant] = {
     "earlier microbatches are added behind the outer reduction": (
         _add_earlier_microbatches_behind_the_outer_reduction
     ),
+    "gradients are reduced before weights are freed": _reduce_before_weights_are_freed,
     "a nested backward completes the unit": _ignore_nested_backwards,
     "recomputation starts the countdown anew": _count_anew_when_recomputing,
     "open units are completed in another order on each rank": (

@@ -8,6 +8,7 @@ from torch import Tensor
 from fsdp_sim.errors import Finding, ParityError
 from fsdp_sim.program.counts import reductions_max, uses_every_prefetch
 from fsdp_sim.program.exactness import gradient_tolerance
+from fsdp_sim.program.memory import frees_weights_first, taken_beside_weights
 from fsdp_sim.program.results import FullRun, RankRun, Tensors
 from fsdp_sim.program.run import run_program
 from fsdp_sim.program.shards import ReplicaError, assemble
@@ -29,14 +30,21 @@ def verify(program: ProgramSpec, **options: Any) -> Report:
 
     Raises:
         SpecError: the program cannot be built.
-        ParityError: a value differs from the unsharded run; names the first ones.
+        ParityError: a value differs from the unsharded run, or a rank did or held what it need not; names
+            the first ones.
         FindingError, RunError: as ``simulate`` raises them.
     """
     expected = run_reference(program)
     options.setdefault("schedule", program.schedule or None)
     options.setdefault("faults", program.faults)
+    options.setdefault("trace", True)
     report = simulate(run_rank, program.world_size, args=(program,), **options)
     differences = run_differences(program, report.results, expected)
+    if frees_weights_first(program):
+        differences += [
+            f"{place}: its full weights must be freed before memory is taken for its gradients"
+            for place in taken_beside_weights(report.trace.ops)
+        ]
     if differences:
         raise _parity_error(differences, report)
     return report
