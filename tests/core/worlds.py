@@ -177,13 +177,14 @@ def make_mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh(device_type(), shape)
 
 
-def on_ranks(body: Body, world_size: int) -> list[Any]:
+def on_ranks(body: Body, world_size: int, **options: Any) -> list[Any]:
     """Run `body(rank)` on that many ranks, wherever tests run now, and return what each returned.
 
-    On simulated ones, a race, a mismatch or a deadlock fails the test.
+    On simulated ones, a race, a mismatch or a deadlock fails the test; `options` are those of the
+    simulation, which real ranks do without.
     """
     if _processes is None:
-        return on_simulated_ranks(body, world_size)
+        return on_simulated_ranks(body, world_size, **options)
     return _processes.run(body, world_size)
 
 
@@ -196,6 +197,6 @@ def unsharded(run: Callable[[], Any]) -> Any:
     return _on_cpu(_bytes_of(result))
 
 
-def on_simulated_ranks(body: Body, world_size: int) -> list[Any]:
+def on_simulated_ranks(body: Body, world_size: int, **options: Any) -> list[Any]:
     """Run `body(rank)` on simulated ranks; a race, a mismatch or a deadlock fails the test."""
-    return fsdp_sim.simulate(body, world_size).results
+    return fsdp_sim.simulate(body, world_size, **options).results
