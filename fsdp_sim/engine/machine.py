@@ -290,6 +290,7 @@ class Machine:
         for work in list(self.works):
             work.let_go()
         self.last_work = None
+        self.analysis.settle()  # what that raises is still the rank's to raise
 
 
 _PLUMBING = (

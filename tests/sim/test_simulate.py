@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_sim
+from fsdp_sim.errors import RunError
 from tests.sim.programs import gathered_on_a_side_stream, sum_of_ranks
 
 
@@ -173,6 +174,23 @@ def test_a_program_that_polls_for_ever_hits_the_step_limit() -> None:
 
     with pytest.raises(fsdp_sim.StepLimit, match="step_limit=50 "):
         fsdp_sim.simulate(program, 2, step_limit=50)
+
+
+def test_a_trace_that_is_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the last operators of a rank, which are judged together; the next run finds all in order."""
+    monkeypatch.setattr("fsdp_sim.trace.TRACE_OPS_MAX", 30)
+
+    def program(_: int) -> None:
+        for _ in range(30):
+            torch.ones(4)
+
+    with pytest.raises(RunError) as caught:
+        fsdp_sim.simulate(program, 3, trace=True, handover_seconds=20)
+
+    assert str(caught.value).startswith(
+        "a trace keeps 30 ops at most; trace fewer steps, or pass trace=False"
+    )
+    assert fsdp_sim.simulate(lambda rank: rank, 3, handover_seconds=20).results == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
