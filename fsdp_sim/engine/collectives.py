@@ -165,8 +165,10 @@ def _demand_length(name: str, what: str, tensors: Sequence[Tensor], size: int) -
 
 
 def check_layout(name: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse what NCCL refuses: sparse and non-contiguous tensors."""
+    """Refuse what NCCL refuses: tensors that are sparse, not contiguous, or without memory."""
     for tensor in tensors:
+        if tensor.is_meta:
+            raise ValueError(f"{name}: tensors must have memory, got one on the device 'meta'")
         if tensor.layout is not torch.strided:
             raise NotImplementedError(
                 f"{name} of a tensor with layout {tensor.layout} is not simulated"
@@ -176,6 +178,18 @@ def check_layout(name: str, tensors: Sequence[Tensor]) -> None:
                 f"{name}: tensors must be contiguous, got sizes {list(tensor.shape)} with strides "
                 f"{list(tensor.stride())}; call .contiguous() first"
             )
+
+
+def check_rank(what: str, rank: int, size: int) -> None:
+    """Refuse the root or the peer of an operation that is no rank of its group.
+
+    Args:
+        what: what the number is, for the error.
+        rank: its position in the group.
+        size: ranks in the group.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"{what} must be a rank of the group, 0 to {size - 1}, got {rank}")
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -30,6 +30,7 @@ def install(undo: patches.Patches) -> None:
     undo.replace_wrapped(patches.INIT_PROCESS_GROUP, _init_process_group)
     undo.replace_wrapped(patches.NEW_GROUP, _new_group)
     undo.replace_wrapped(patches.SPLIT_GROUP, _split_group)
+    undo.wrap(patches.RPC, "init_rpc", _without_rpc)
     for owner in patches.MONITORED_BARRIER_OWNERS:
         undo.replace(owner, "monitored_barrier", monitored_barrier)
     for name in patches.METHODS_WITH_REDUCE_OP:
@@ -70,6 +71,19 @@ def _init_process_group(original: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return init_process_group
+
+
+def _without_rpc(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init_rpc(*args: Any, **kwargs: Any) -> None:
+        if machines.current() is not None:
+            raise NotImplementedError(
+                "torch.distributed.rpc is not simulated, got init_rpc: its calls run on threads that no "
+                "rank sees; a simulated program must do without it"
+            )
+        original(*args, **kwargs)
+
+    return init_rpc
 
 
 def start(machine: Machine) -> None:

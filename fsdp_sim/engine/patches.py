@@ -520,6 +520,7 @@ INIT_PROCESS_GROUP = c10d.init_process_group
 NEW_GROUP = c10d.new_group
 SPLIT_GROUP = c10d.split_group
 MONITORED_BARRIER_OWNERS = (c10d, dist)
+RPC = torch.distributed.rpc
 DistributedDataParallel = torch.nn.parallel.DistributedDataParallel
 FullyShardedDataParallel = torch.distributed.fsdp.FullyShardedDataParallel
 RECORDS_OF_FSDP1 = tuple(

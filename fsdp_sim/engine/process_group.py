@@ -20,6 +20,7 @@ from fsdp_sim.engine.collectives import (
     Request,
     barrier,
     check_layout,
+    check_rank,
     message,
 )
 from fsdp_sim.engine.machine import Machine
@@ -200,6 +201,8 @@ def _collective(communicator: Communicator, name: str, named: dict[str, Any]) ->
         machine.memory.discard(named["tensor"])  # torch 2.11 may forget to release the last one
     reduction, machine.reduction = machine.reduction, None
     ranks = communicator.ranks
+    if "root_rank" in named:
+        check_rank(f"{name.removesuffix('_')}: the root", named["root_rank"], len(ranks))
     meanings = means(Request(named, communicator.rank, len(ranks), reduction))
     is_async = bool(named.get("async_op", True))
     entries = [Entry(meaning, ranks, communicator.rank, is_async=is_async) for meaning in meanings]
@@ -214,6 +217,7 @@ def _point_to_point(
     The tag takes part in matching only: NCCL has none, so messages of a pair match in order.
     """
     me, peer = communicator.rank, named["dst" if is_send else "src"]
+    check_rank("send: dst" if is_send else "recv: src", peer, len(communicator.ranks))
     source, target = (me, peer) if is_send else (peer, me)
     ranks = communicator.ranks
     (meaning,) = message(Request(named, me, len(ranks)), is_send=is_send)

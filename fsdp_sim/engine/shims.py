@@ -88,9 +88,11 @@ def _no_accelerator(check_available: bool = False) -> None:
 
 
 def _refuse_cuda() -> None:
-    function = sys._getframe(1).f_code.co_name  # noqa: SLF001  the only way to the caller's name
+    caller = sys._getframe(1)  # noqa: SLF001  the only way to the caller's name
+    is_function = str(caller.f_globals.get("__name__")).startswith("torch.cuda")
+    what = f"torch.cuda.{caller.f_code.co_name}()" if is_function else "a use of the device 'cuda'"
     raise RuntimeError(
-        f"CUDA is hidden inside a simulated world, got torch.cuda.{function}(); let the program ask "
+        f"CUDA is hidden inside a simulated world, got {what}; let the program ask "
         "torch.cuda.is_available() first"
     )
 

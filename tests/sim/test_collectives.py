@@ -586,6 +586,22 @@ def test_functional_collectives_have_gradients() -> None:
             "all_to_all: input_split_sizes must be 2 numbers that add up to 3 rows, got [1, 1]",
         ),
         (
+            lambda: dist.broadcast(torch.ones(1), 5),
+            "broadcast: the root must be a rank of the group, 0 to 1, got 5",
+        ),
+        (
+            lambda: dist.send(torch.ones(1), 7),
+            "send: dst must be a rank of the group, 0 to 1, got 7",
+        ),
+        (
+            lambda: dist.recv(torch.ones(1), 7),
+            "recv: src must be a rank of the group, 0 to 1, got 7",
+        ),
+        (
+            lambda: dist.all_reduce(torch.ones(1, device="meta")),
+            "all_reduce: tensors must have memory, got one on the device 'meta'",
+        ),
+        (
             lambda: dist.all_reduce(torch.ones(2, 3).t()),
             (
                 "all_reduce: tensors must be contiguous, got sizes [3, 2] with strides [1, 3]; "

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, rpc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -86,6 +86,20 @@ def test_use_of_cuda_is_refused_by_name_on_every_machine(name: str) -> None:
     message = rf"^CUDA is hidden inside a simulated world, got torch\.cuda\.{name}\(\); "
     with pytest.raises(RuntimeError, match=message):
         fsdp_sim.simulate(program, 1)
+
+
+def test_a_tensor_on_cuda_is_refused() -> None:
+    """C++ asks for the device, so no function of torch.cuda is to blame."""
+    message = r"^CUDA is hidden inside a simulated world, got a use of the device 'cuda'; "
+    with pytest.raises(RuntimeError, match=message):
+        on_one_rank(lambda: torch.ones(1, device="cuda"))
+
+
+def test_remote_procedure_calls_are_refused() -> None:
+    """They would wait for real processes, for ever."""
+    message = "torch.distributed.rpc is not simulated, got init_rpc: "
+    with pytest.raises(NotImplementedError, match=f"^{message}"):
+        fsdp_sim.simulate(lambda rank: rpc.init_rpc(f"worker {rank}"), 2)
 
 
 # ---------------------------------------------------------------------- random numbers
