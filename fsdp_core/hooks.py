@@ -32,8 +32,10 @@ from fsdp_core.uses import Use
 # How deep the walk over a module's output goes into objects that it does not know.
 OUTPUT_DEPTH_MAX = 8
 
-# How deep the walk over arguments and attributes goes into containers, and which these are.
+# How deep the walk over arguments and attributes goes into containers, up to which number of parts
+# (a vocabulary is not walked in each forward), and which these are.
 CONTAINER_DEPTH_MAX = 3
+CONTAINER_PARTS_MAX = 1000
 _CONTAINERS = (list, tuple, dict, set, deque)
 _HOLDERS = (Tensor, *_CONTAINERS)
 
@@ -248,7 +250,7 @@ def _contained(value: Any, depth: int) -> Iterator[Tensor]:
     """
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, _CONTAINERS):
+    elif depth and isinstance(value, _CONTAINERS) and len(value) <= CONTAINER_PARTS_MAX:
         for part in value.values() if isinstance(value, dict) else value:
             yield from _contained(part, depth - 1)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.hooks import CONTAINER_PARTS_MAX
 from fsdp_sim.program.model import fold
 from tests.cases.programs import Row, Training, batch, check_parity, fill, linear, loss_of
 
@@ -275,3 +276,25 @@ def test_an_output_that_a_hook_has_kept_has_parity() -> None:
         del inner.kept
 
     check_parity(Training(build, step, ("a", "b", ""), steps=2, entered=("a",)))
+
+
+class Vocabulary(dict[str, int]):
+    """A dict whose parts nobody may ask for."""
+
+    def values(self) -> Any:
+        """Fail: it was walked."""
+        raise AssertionError
+
+
+def test_a_large_container_in_an_attribute_is_not_walked_in_each_forward() -> None:
+    """A vocabulary, say: it would cost more than the forward."""
+
+    def build() -> nn.Module:
+        model = Row("first")
+        model.words = Vocabulary({str(word): word for word in range(CONTAINER_PARTS_MAX + 1)})  # type: ignore[assignment]
+        return fill(model)
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number)), rank).backward()
+
+    check_parity(Training(build, step, ("first", "")))
