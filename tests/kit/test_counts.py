@@ -1,5 +1,6 @@
 """Counts: the collectives that a step of each strategy costs; what is done twice or for nothing is reported."""
 
+import math
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fsdp_sim.op import Kind, Op
 from fsdp_sim.program import LayerSpec, ModuleSpec, PassSpec, ProgramSpec, StepSpec, UnitSpec
 from fsdp_sim.program.parity import verify
 from fsdp_sim.program.spec import Strategy
+from fsdp_sim.program.tree import parameter_shapes, units, walk
 from fsdp_sim.strategies import programs
 
 LEAF = ModuleSpec(LayerSpec(), UnitSpec())
@@ -125,3 +127,67 @@ def test_gradients_beside_the_full_weights_are_reported() -> None:
         "ParityError: rank 0, unit '<root>': its full weights must be freed before memory is taken for "
         "its gradients"
     )
+
+
+def plainly_sharded(program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` on one rank, where nothing is padded: ZeRO-3, one unit ahead, every child called."""
+
+    def plain(module: ModuleSpec) -> ModuleSpec:
+        children = tuple(plain(child) for child in module.children)
+        unit = UnitSpec() if module.unit else None
+        return replace(module, unit=unit, children=children, checkpoint="none")
+
+    steps = tuple(
+        replace(step, resume=None, passes=tuple(replace(one, calls=()) for one in step.passes))
+        for step in program.steps
+    )
+    model = plain(program.model)
+    return replace(program, model=model, mesh=(1,), ties=(), steps=steps, schedule="", faults=())
+
+
+def full_nbytes_max(program: ProgramSpec) -> int:
+    """Return the bytes of the heaviest chain of nested units, and of the heaviest unit beside it."""
+    nodes, sizes = dict(walk(program.model)), dict[str, int]()
+    for unit in units(program):
+        layers = [nodes[path].layer for path in unit.members]
+        sizes[unit.paths[0]] = sum(nbytes(layer, program.width) for layer in layers if layer)
+    chains = [sum(size for above, size in sizes.items() if reaches(above, path)) for path in sizes]
+    return max(chains) + max(sizes.values())
+
+
+def nbytes(layer: LayerSpec, width: int) -> int:
+    """Return the bytes of a layer's parameters."""
+    each = {"float32": 4, "bfloat16": 2, "float16": 2}
+    dtypes = {"bias": layer.bias_dtype or layer.dtype}
+    return sum(
+        math.prod(shape) * each[dtypes.get(name, layer.dtype)]
+        for name, shape in parameter_shapes(layer, width).items()
+    )
+
+
+def reaches(above: str, path: str) -> bool:
+    """Return whether a module is another one, or lies below it."""
+    return above in ("", path) or path.startswith(f"{above}.")
+
+
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@given(programs(exceptions=False, kinds=("zero3",), low_precision=False))
+def test_full_weights_of_generated_programs_stay_within_their_bound(program: ProgramSpec) -> None:
+    """Those of a unit, of the units around it, and of one unit ahead: never more at once."""
+    plain = plainly_sharded(program)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (run,) = verify(plain).results
+
+    peak = run.steps[-1].stats["peak_full_nbytes"]
+    assert peak <= full_nbytes_max(plain)
+
+
+def test_the_bound_of_full_weights_is_met() -> None:
+    """A chain of two and the next one: a program that gathers one unit ahead reaches it."""
+    leaf = ModuleSpec(LayerSpec(), UnitSpec())
+    program = ProgramSpec(ModuleSpec(LayerSpec(), UnitSpec(), (leaf, leaf)), mesh=(1,), width=3)
+
+    (run,) = verify(program).results
+
+    assert run.steps[0].stats["peak_full_nbytes"] == full_nbytes_max(program) == 3 * 36
