@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Partial, Replicate
 
 import fsdp_core
 
@@ -54,6 +54,7 @@ def _model(
     hooks: bool = True,
     policy: fsdp_core.RuntimePolicy | None = None,
     weights: Any = fsdp_core.RowAtomic(),  # noqa: B008  a frozen value
+    gradients: Any = fsdp_core.RowAtomic(),  # noqa: B008  a frozen value
 ) -> tuple[Any, fsdp_core.FsdpContext]:
     """Return three sharded blocks inside a unit of none of its own parameters, and their context."""
     torch.manual_seed(0)
@@ -63,7 +64,7 @@ def _model(
             parameter.copy_(torch.randint(-2, 3, parameter.shape))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = fsdp_core.RowAtomic()
-    placements = fsdp_core.Placements((0,), (weights,), (rows,), (rows,))
+    placements = fsdp_core.Placements((0,), (weights,), (gradients,), (rows,))
     schedule = fsdp_core.SchedulePolicy(register_hooks=hooks)
     with fsdp_core.fully_shard_context("cpu", policy or fsdp_core.RuntimePolicy()) as context:
         for block in (*model, model):
@@ -160,6 +161,48 @@ def written_while_gathered(_rank: int) -> list[Tensor]:
         return [first, model(_rows())]
 
 
+def written_inside_a_forward(_rank: int) -> list[Tensor]:
+    """A unit's weights are written when it was gathered ahead, in the forward that comes to it next."""
+    model, context = _model()
+    weights = list(model[1].parameters())
+
+    def write(*_: object) -> None:
+        torch.cpu.current_stream().wait_stream(context.allgather_stream)
+        _write(weights)
+
+    model[0].register_forward_hook(write)
+    return [model(_rows()).detach(), *_copies(weights)]
+
+
+def replaced_in_a_window(_rank: int) -> list[Tensor]:
+    """A gradient is replaced, unseen, behind the first microbatch; the last one has no backward."""
+    policy = fsdp_core.RuntimePolicy(overlap_outer_communication=True)
+    model, context = _model(weights=Replicate(), gradients=Partial("avg"), policy=policy)
+    weights = list(model.parameters())
+    model[1].is_left_out = model[2].is_left_out = True
+    with fsdp_core.microbatch(context, is_last=False):
+        model(_rows()).sum().backward()
+    weights[0].grad = torch.ones_like(weights[0].grad)
+    with fsdp_core.microbatch(context, is_last=True):
+        pass
+    return _copies([weights[0].grad])
+
+
+def replaced_behind_the_outer_reduction(_rank: int) -> list[Tensor]:
+    """A gradient is replaced, unseen, while the reduction that ends its window may run."""
+    policy = fsdp_core.RuntimePolicy(
+        overlap_outer_communication=True, caller_managed_grad_sync=True
+    )
+    model, context = _model(weights=Replicate(), gradients=Partial("avg"), policy=policy)
+    weights = list(model.parameters())
+    for _ in range(2):
+        model(_rows()).sum().backward()
+        weights[2].grad = torch.ones_like(weights[2].grad)
+    model(_rows()).sum().backward()
+    context.finish_grad_sync()
+    return _copies([weight.grad for weight in weights])
+
+
 def driven_by_hand(_rank: int) -> list[Tensor]:
     """Nothing is hooked: each unit is gathered and freed by hand."""
     model, _ = _model(hooks=False)
@@ -235,6 +278,9 @@ PROGRAMS = (
     written_after_forward,
     kept_and_written_after_unused_prefetch,
     written_while_gathered,
+    written_inside_a_forward,
+    replaced_in_a_window,
+    replaced_behind_the_outer_reduction,
     driven_by_hand,
     dropped_in_flight,
     dropped,

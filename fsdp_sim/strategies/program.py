@@ -291,7 +291,7 @@ def _resumed(draw: Draw, program: ProgramSpec, limits: _Limits) -> ProgramSpec:
         for number in range(1, len(program.steps))
         if not any(one.raises for one in program.steps[number - 1].passes)
     ]
-    if not (kinds and whole and can) or not maybe(draw, 40):
+    if not (kinds and whole and can) or not maybe(draw, 15):
         return program
     at, made = pick(draw, can), list(program.steps)
     made[at] = replace(made[at], resume=pick(draw, kinds))
