@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ci.gpu.process import device, has_gpu
+from ci.gpu.process import has_gpu
 from fsdp_sim.engine import machine as machines
 from fsdp_sim.engine import patches
-from fsdp_sim.errors import Finding, OpSite
+from fsdp_sim.errors import Finding
 from fsdp_sim.op import Source
 
 CYCLES_PER_MS = 2_000_000
@@ -62,11 +62,6 @@ class Delays(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def role_of(site: OpSite) -> str:
-    """Return what the stream of a finding's op is for."""
-    return site.stream.partition(" (")[2].rstrip(")")
-
-
 class BeforeFirst:
     """Delays the op of a finding that was issued first, so that the other one overtakes it.
 
@@ -81,7 +76,7 @@ class BeforeFirst:
         works = [site for site in finding.ops if site.name not in ("alloc", "free")]
         self._site = min(works, key=lambda site: site.index)
         self._milliseconds = milliseconds
-        self._role = role_of(self._site)
+        self._role = self._site.stream.partition(" (")[2].rstrip(")")
         self._was_there = False
         self.hits = 0
 
@@ -102,30 +97,6 @@ class BeforeFirst:
             return 0.0
         self.hits += 1
         return self._milliseconds
-
-
-class TakesMemory(BeforeFirst):
-    """Delays as before, and lets a stream take freed memory where the finding says that it may.
-
-    Right before the allocation of the finding others of the freed block's size are filled with NaN, so
-    many that the freed one is among them.
-    """
-
-    count = 64
-
-    def __init__(self, finding: Finding, milliseconds: float, nbytes: int) -> None:
-        super().__init__(finding, milliseconds)
-        (self._alloc,) = (site for site in finding.ops if site.name == "alloc")
-        self._pool = role_of(self._alloc)
-        self._nbytes = nbytes
-
-    def __call__(self, place: Place) -> float:
-        """Take memory, and return how long to sleep."""
-        here = (place.label, place.role, place.source)
-        if here == (self._alloc.annotation, self._pool, self._alloc.source):
-            shape = (self._nbytes // 4,)
-            [torch.full(shape, torch.nan, device=device()) for _ in range(self.count)]
-        return super().__call__(place)
 
 
 class AtRandom:

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 import fsdp_sim
 from ci.gpu.breaking import broken
-from ci.gpu.delays import AtRandom, BeforeFirst, Delays, Place, TakesMemory
+from ci.gpu.delays import AtRandom, BeforeFirst, Delays, Place
 from ci.gpu.process import device, has_gpu
 from ci.gpu.programs import kept, on_host, without_collector
 from fsdp_sim.errors import Finding
@@ -53,7 +52,6 @@ class Case:
     Attributes:
         rule: of the simulator, that the program breaks.
         is_work: both ops are work of the device on one rank too.
-        nbytes: size of the block that was freed; 0 where none is taken again.
     """
 
     program: str
@@ -61,7 +59,6 @@ class Case:
     finding: Finding
     rule: str
     is_work: bool
-    nbytes: int
 
 
 @dataclass
@@ -73,7 +70,6 @@ class Trial:
         place: what the delay was put before; ``hits``: how often.
         wrong: the first wrong number with the delay; None if all were right.
         wrong_undelayed: the same without any delay.
-        wrong_taken: the same with the delay, and an allocation where the finding says that one may be.
         raised: what the run raised instead of ending.
     """
 
@@ -85,7 +81,6 @@ class Trial:
     hits: int = 0
     wrong: str | None = None
     wrong_undelayed: str | None = None
-    wrong_taken: str | None = None
     raised: str | None = None
 
 
@@ -112,19 +107,11 @@ def cases_of(name: str) -> list[Case]:
 
 def _case(name: str, site: Site, finding: Finding, ops: dict[int, Op]) -> Case:
     pair = [ops[each.index] for each in finding.ops]
-    rule, nbytes = finding.kind, 0
+    rule = finding.kind
     if finding.kind == REUSE:
-        allocs = [op for op in pair if op.kind is Kind.ALLOC]
-        rule = f"{REUSE} {'by the next allocation' if allocs else 'on another stream'}"
-        if allocs:
-            nbytes = _freed_nbytes(finding, ops)
-    return Case(name, site, finding, rule, not any(map(is_no_work, pair)), nbytes)
-
-
-def _freed_nbytes(finding: Finding, ops: dict[int, Op]) -> int:
-    """Return the size of the block that a finding of reuse by an allocation is about."""
-    (block,) = map(int, re.findall(r"block (\d+) was freed", finding.message))
-    return next(op.nbytes for op in ops.values() if op.kind is Kind.ALLOC and op.other == block)
+        is_by_allocation = any(op.kind is Kind.ALLOC for op in pair)
+        rule = f"{REUSE} {'by the next allocation' if is_by_allocation else 'on another stream'}"
+    return Case(name, site, finding, rule, not any(map(is_no_work, pair)))
 
 
 def is_no_work(op: Op) -> bool:
@@ -216,8 +203,6 @@ def try_case(case: Case) -> Trial:
     try:
         trial.wrong_undelayed = _wrong(case)
         trial.wrong = _wrong(case, delay)
-        if case.nbytes:
-            trial.wrong_taken = _wrong(case, TakesMemory(case.finding, DELAY_MS, case.nbytes))
     except Exception as error:
         trial.raised = f"{type(error).__name__}: {error}"[:300]
     trial.hits = delay.hits
@@ -311,15 +296,10 @@ def _rates(trials: Sequence[Trial]) -> dict[str, object]:
             "sites": len({trial.site for trial in of_rule}),
             "wrong with the delay": sum(trial.wrong is not None for trial in of_rule),
             "wrong without": sum(trial.wrong_undelayed is not None for trial in of_rule),
-            "wrong once the memory is taken": sum(map(_is_wrong, of_rule)),
             "raised": sum(trial.raised is not None for trial in of_rule),
-            "not confirmed": [_line(trial) for trial in of_rule if not _is_wrong(trial)],
+            "not confirmed": [_line(trial) for trial in of_rule if trial.wrong is None],
         }
     return rates
-
-
-def _is_wrong(trial: Trial) -> bool:
-    return (trial.wrong or trial.wrong_taken) is not None
 
 
 def _line(trial: Trial) -> str:
