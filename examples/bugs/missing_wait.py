@@ -32,7 +32,7 @@ def forget_waits_of(function: str) -> None:
 def main() -> None:
     """Train one step."""
     dist.init_process_group("gloo")
-    forget_waits_of("_demand")
+    forget_waits_of("demand")
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements = fsdp_core.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])
