@@ -7,12 +7,13 @@ seen how programs are drawn and checked.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import fsdp_core
 from ci.search import unseen
 from fsdp_core import FsdpContext, device
 from fsdp_core.dbuffer import DBuffer
@@ -318,11 +319,28 @@ def _reduce_in_the_order_of_a_set() -> Iterator[None]:
         yield
 
 
-def _skip_before_an_empty_shard() -> AbstractContextManager[None]:
-    def change(make_optimizer: Function) -> Function:
-        return wraps(make_optimizer)(lambda spec, parameters: SkippingSGD(parameters, spec.lr))
+@contextmanager
+def _skip_before_an_empty_shard() -> Iterator[None]:
+    """Have plain SGD lose updates where the last shard is empty."""
 
-    return replaced(shard, "make_optimizer", change)
+    def skipping(make_optimizer: Function) -> Function:
+        @wraps(make_optimizer)
+        def wrong(spec: Any, parameters: Any) -> Any:
+            is_plain = spec.kind == "sgd" and not (spec.momentum or spec.weight_decay)
+            return (
+                SkippingSGD(parameters, spec.lr) if is_plain else make_optimizer(spec, parameters)
+            )
+
+        return wrong
+
+    def trusting(fully_shard_optimizer: Function) -> Function:
+        return wraps(fully_shard_optimizer)(partial(fully_shard_optimizer, elementwise=True))
+
+    with (
+        replaced(shard, "make_optimizer", skipping),
+        replaced(fsdp_core, "fully_shard_optimizer", trusting),
+    ):
+        yield
 
 
 _OWN: dict[str, Plant] = {
