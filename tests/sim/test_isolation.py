@@ -506,7 +506,7 @@ def test_the_profiler_is_one_ranks_at_a_time() -> None:
     def program(rank: int, together: bool) -> bool:
         if rank == 1 and not together:
             turn()
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             torch.ones(2).add(1)
             if together:
                 turn()
