@@ -28,12 +28,12 @@ class OpenUnits:
         return any(unit.ref in other.enclosing for other in self._units)
 
     def leave_sections(self, unit: Unit, enclosing: tuple["weakref.ref[Any]", ...]) -> None:
-        """Backward enters `unit`: it has left every open unit that does not enclose it.
+        """Backward enters `unit`: it has left every open unit that does not enclose it, inner ones first.
 
         Why that holds: the engine runs nodes in the reverse order of their making, so what a
         unit's forward made runs in one piece.
         """
-        for other in tuple(self._units):
+        for other in reversed(tuple(self._units)):
             if other is not unit and other.ref not in enclosing and other in self._units:
                 other.leave_section()
 
