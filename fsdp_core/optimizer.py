@@ -72,6 +72,7 @@ class _Run:
         start: the first element of the run in this rank's range of the group.
         plain: what is stepped, flat, over the same storage.
         shown: the state that users see DTensors over; most steps leave its tensors the same.
+        given: what users were given of it, one dict a part; they may have written others since.
     """
 
     group: ParameterGroup
@@ -79,6 +80,7 @@ class _Run:
     start: int
     plain: nn.Parameter
     shown: dict[str, Any] = field(default_factory=dict)
+    given: list[dict[str, Any]] = field(default_factory=list)
 
 
 def fully_shard_optimizer(
@@ -197,7 +199,7 @@ class _LocalStep:
             self._public_state = None
         self._split_mixed()
         complete_groups(run.group for runs in self._runs for run in runs)
-        if optimizer.state is not self._public_state:
+        if optimizer.state is not self._public_state or self._was_edited():
             self._take_state(optimizer.state)
         self._public_params = [group["params"] for group in optimizer.param_groups]
         grads = [[self._local_grad(run) for run in runs] for runs in self._runs]
@@ -267,8 +269,23 @@ class _LocalStep:
 
     # -- state -------------------------------------------------------------------------------
 
+    def _was_edited(self) -> bool:
+        """Whether users have added, replaced or removed some state since the last step."""
+        return any(
+            not _is_as_given(run, self._local_state.get(run.plain), self._public_state)
+            for runs in self._runs
+            for run in runs
+        )
+
     def _take_state(self, public: Any) -> None:
-        """Build the state of the plain parameters from what users see, which was replaced."""
+        """Build the state of the plain parameters from what users see, which they have changed.
+
+        Raises:
+            StateError: a tensor of it has other rows than the parameter has here.
+        """
+        for runs in self._runs:
+            for run in runs:
+                _check_rows(run, public)
         self._local_state = defaultdict(dict)
         for runs in self._runs:
             for run in tuple(runs):
@@ -276,7 +293,8 @@ class _LocalStep:
                     _split(runs, run)
         for runs in self._runs:
             for run in runs:
-                if any(part.parameter in public for part in run.parts):
+                run.shown = {}
+                if any(public.get(part.parameter) for part in run.parts):
                     self._local_state[run.plain] = _pack_state(run, public)
         self._public_state = public
 
@@ -314,6 +332,7 @@ class _LocalStep:
                 elif key not in shown or not _shares_storage(shown[key], value):
                     shown[key] = _wrap_part(run.group, part, value)
         run.shown = dict(state)
+        run.given = [dict(self._public_state[part.parameter]) for part in run.parts]
 
 
 def _has_elements(plain: Tensor) -> bool:
@@ -453,7 +472,49 @@ def _has_one_state(run: _Run, public: Any) -> bool:
     states = [public.get(part.parameter) for part in run.parts]
     if not any(states):
         return True
-    return all(states) and all(_scalars(state) == _scalars(states[0]) for state in states)
+    return all(states) and all(
+        state.keys() == states[0].keys() and _scalars(state) == _scalars(states[0])
+        for state in states
+    )
+
+
+def _is_as_given(run: _Run, local: dict[str, Any] | None, public: Any) -> bool:
+    """Whether users see of a run's state what the last step left for them."""
+    states = [public.get(part.parameter, {}) for part in run.parts]
+    if not local:
+        return not any(states)
+    return all(
+        state.keys() == given.keys() and all(state[key] is given[key] for key in given)
+        for state, given in zip(states, run.given, strict=True)
+    )
+
+
+def _check_rows(run: _Run, public: Any) -> None:
+    """Refuse state that does not lie as its parameter does on this rank.
+
+    Raises:
+        StateError: a tensor has other rows.
+    """
+    for part in run.parts:
+        for key, value in public.get(part.parameter, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if isinstance(value, DTensor):
+                shape = local_tensor(value).shape
+                is_right = shape == part.local.shape
+            else:
+                shape = value.shape  # others are what the parameter has as a whole, a history, say
+                is_right = shape not in (part.local.shape, part.parameter.shape)
+            if is_right:
+                continue
+            fqn = run.group.full_name(run.group.members[part.index].fqn)
+            msg = (
+                f"the state {key!r} of parameter {fqn!r} must be a DTensor of the rows that this rank "
+                f"holds, {tuple(part.local.shape)}, got a {type(value).__name__} of {tuple(shape)} here; "
+                f"make it with torch.zeros_like(parameter), say"
+            )
+            unit: Any = run.group.unit()
+            raise unit.context.located(StateError(msg, fqn=fqn))
 
 
 def _scalars(state: dict[str, Any]) -> dict[str, Any]:

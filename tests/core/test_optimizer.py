@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp_core
+import fsdp_sim
 from fsdp_core import ConfigError, MixedPrecisionPolicy, StateError
 from tests.cases.programs import (
     ZERO_1,
@@ -195,6 +196,93 @@ def test_states_survive_a_round_trip_into_a_new_optimizer() -> None:
         return fresh
 
     train(OPTIMIZERS["AdamW"], body)
+
+
+Edit = Callable[[Optimizer, nn.Module], None]
+
+
+def replace_one(optimizer: Optimizer, model: nn.Module) -> None:
+    """Begin the momentum of one of several parameters anew, by another tensor."""
+    state = optimizer.state[model.get_parameter("0.weight")]
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def count_one_anew(optimizer: Optimizer, model: nn.Module) -> None:
+    """Give one parameter a step counter of its own."""
+    optimizer.state[model.get_parameter("1.bias")]["step"] = torch.tensor(7.0)
+
+
+def remove_one(optimizer: Optimizer, model: nn.Module) -> None:
+    """Let one of several parameters begin anew."""
+    del optimizer.state[model.get_parameter("1.weight")]
+
+
+EDITS: dict[str, Edit] = {
+    "clear": lambda optimizer, model: optimizer.state.clear(),
+    "replace": replace_one,
+    "count": count_one_anew,
+    "remove": remove_one,
+    "empty": lambda optimizer, model: optimizer.state[model.get_parameter("0.bias")].clear(),
+}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("at", [0, 1])
+def test_state_that_users_write_is_what_counts(name: str, at: int) -> None:
+    """As without sharding, and from the next step on: what was written, replaced or removed."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        plain_step(model, optimizer, rank, number)
+        if number == at:
+            EDITS[name](optimizer, model)
+        elif number > at:
+            assert all(len(optimizer.state[each]) == 3 for each in model.parameters())
+        return optimizer
+
+    train(OPTIMIZERS["AdamW"], body, steps=4)
+
+
+@pytest.mark.everywhere
+def test_state_written_before_the_first_step_counts() -> None:
+    """A warm start of the momentum."""
+
+    def body(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> Optimizer:
+        if number == 0:
+            for each in model.parameters():
+                optimizer.state[each]["momentum_buffer"] = torch.ones_like(each.detach())
+        return plain_step(model, optimizer, rank, number)
+
+    train(OPTIMIZERS["SGD"], body)
+
+
+def test_state_of_other_rows_is_refused_and_leaves_everything_as_it_was() -> None:
+    """A whole tensor, which would be taken for something that is not spread over elements."""
+
+    def program(rank: int) -> str:
+        model = build()
+        shard(model, "0", "1")
+        optimizer = fsdp_core.fully_shard_optimizer(OPTIMIZERS["AdamW"](model.parameters()))
+        step(model, rank, 0)
+        optimizer.step()
+        state = optimizer.state[model.get_parameter("0.weight")]
+        right = state["exp_avg"]
+        state["exp_avg"] = torch.zeros(5, 2)
+        before = local_rows(model)
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        assert_equal(local_rows(model), before)
+        state["exp_avg"] = right
+        optimizer.step()
+        return str(caught.value)
+
+    rows = [4, 1]
+    assert fsdp_sim.simulate(program, 2).results == [
+        "the state 'exp_avg' of parameter 'weight' must be a DTensor of the rows that this rank "
+        f"holds, ({each}, 2), got a Tensor of (5, 2) here; make it with "
+        "torch.zeros_like(parameter), say"
+        for each in rows
+    ]
 
 
 @pytest.mark.everywhere
