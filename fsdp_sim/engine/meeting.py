@@ -38,7 +38,7 @@ class Wire:
         graph: every issued operation that is not complete on the devices.
         store: the world's key-value store.
         group_calls: who has made which group.
-        held: meetings whose values could move and, in a late world, have not.
+        held: in a late world, meetings whose values have not moved yet.
     """
 
     def __init__(self, store: "WorldStore", *, is_late: bool = False) -> None:
@@ -62,7 +62,8 @@ class Wire:
             wanted = [
                 meeting
                 for meeting in self.held
-                if any(
+                if not (meeting.is_wanted or meeting.missing_count)
+                and any(
                     part.machine is machine and _covers(clock, part) for part in meeting.present()
                 )
             ]
@@ -144,6 +145,10 @@ class Pending:
 
     def want(self) -> None:
         """Its values are needed: so are those that it waits for."""
+        self.want_inputs()
+
+    def want_inputs(self) -> None:
+        """What it waits for is needed."""
         for other in tuple(self.waits_for):
             other.want()
 
@@ -288,6 +293,8 @@ class Meeting:
         assert self.parts[position] is None
         self.parts[position] = part
         self.missing_count -= 1
+        if self.wire.is_late:
+            self.wire.held[self] = None
 
     def present(self) -> list[Part]:
         """Return the parts that have been issued."""
@@ -299,8 +306,7 @@ class Meeting:
             return
         self.is_wanted = True
         for part in self.present():
-            for other in tuple(part.waits_for):
-                other.want()
+            part.want_inputs()
         if self in self.wire.held:
             finish(self.complete_if_all_here())
 
@@ -310,7 +316,6 @@ class Meeting:
         if len(parts) < len(self.parts):
             return []
         if not self.is_wanted:
-            self.wire.held[self] = None
             return []
         self.wire.held.pop(self, None)
         with patches.below_dispatch():

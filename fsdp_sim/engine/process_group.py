@@ -321,6 +321,8 @@ def _issue(
     machine.last_work = work
     for part in list(work.parts):
         settle(part)
+        if part.meeting.is_wanted and machine.wire.is_late:
+            part.want_inputs()  # another rank, which came first, needs its values
     assert work.launch is not None
     for launch in machine.wire.graph.settle(work.launch):
         for rank in launch.waiters:

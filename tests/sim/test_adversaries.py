@@ -213,3 +213,37 @@ def test_late_values_show_what_a_missing_wait_does() -> None:
     assert [finding.kind for finding in early.findings] == ["Race"]
     assert [finding.kind for finding in late.findings] == ["Race"]
     assert late.results[0] == [0.0] * 4
+
+
+@pytest.mark.parametrize("schedule", ["v1;w4;late;6>0;13>0;15>1", "v1;w4;late;6>0;9>3;13>1;15>0"])
+def test_a_host_read_waits_for_a_chain_of_groups(schedule: str) -> None:
+    """What another rank's part waits for is needed too, though this rank has no part in it."""
+
+    def program(rank: int) -> float:
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        tensor = torch.full((1,), float(2**rank))
+        dist.all_reduce(tensor, group=rows[rank // 2])
+        dist.all_reduce(tensor, group=columns[rank % 2])
+        return tensor.item()
+
+    assert fsdp_sim.simulate(program, 4, schedule=schedule).results == [15.0] * 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_late_values_of_a_chain_of_groups_come_under_any_schedule(seed: int) -> None:
+    """Copies behind the collectives read what both have summed."""
+
+    def program(rank: int) -> list[float]:
+        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        out = []
+        for _ in range(3):
+            tensor = torch.full((1,), float(2**rank))
+            dist.all_reduce(tensor, group=rows[rank // 2])
+            dist.all_reduce(tensor, group=columns[rank % 2])
+            out.append(tensor.clone())
+        return [each.item() for each in out]
+
+    report = fsdp_sim.simulate(program, 4, scheduler="pct", seed=seed, steps=60, knobs=("late",))
+    assert report.results == [[15.0] * 3] * 4
