@@ -98,6 +98,10 @@ def simulate(  # noqa: PLR0913  the public call: all but two by keyword
     chooser: Scheduler
     if not isinstance(scheduler, str):
         chooser = scheduler
+    elif scheduler == "replay" and schedule is None:
+        raise ConfigError(
+            "scheduler 'replay' must be told what to replay, got no schedule; pass one"
+        )
     elif schedule is not None and (plan.deviations or scheduler == "program_order"):
         chooser = Replay(plan, strict=False)
     else:

@@ -97,6 +97,7 @@ def explore(
             if save is not None:
                 _save(search.failure, save, script, arguments)
             raise search.failure
+        console.print("clean: no schedule failed")
 
 
 @click.command(context_settings=SCRIPT_FIRST)

@@ -92,7 +92,8 @@ def _refuse_cuda() -> None:
     is_function = str(caller.f_globals.get("__name__")).startswith("torch.cuda")
     what = f"torch.cuda.{caller.f_code.co_name}()" if is_function else "a use of the device 'cuda'"
     raise RuntimeError(
-        f"CUDA is hidden inside a simulated world, got {what}; let the program ask "
+        f"CUDA is hidden inside a simulated world, got {what}; run a program "
+        "that says cuda with fsdp-sim run --as cuda, or knobs=('cuda',), or let it ask "
         "torch.cuda.is_available() first"
     )
 

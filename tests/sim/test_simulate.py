@@ -206,6 +206,10 @@ def test_a_trace_that_is_full_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
             "got <lambda>(): too many positional arguments",
         ),
         ({"scheduler": "lifo"}, "scheduler must be one of program_order, uniform, pct"),
+        (
+            {"scheduler": "replay"},
+            "scheduler 'replay' must be told what to replay, got no schedule",
+        ),
         ({"checkers": "races"}, "checkers must be a list, got 'races'; pass ['races']"),
         ({"checkers": ("speed",)}, "checkers must be among races, lifetime"),
         ({"schedule": "17>2"}, "17>2"),

@@ -140,6 +140,14 @@ def test_exploration_finds_an_order_that_depends_on_a_query() -> None:
     assert REPLAY.findall(explored.stderr)[0].count(">") == 1
 
 
+def test_an_exploration_that_finds_nothing_says_so(tmp_path: Path) -> None:
+    """Statistics alone are no verdict."""
+    result = invoke("explore", "--ranks", "2", "--schedules", "2", script(tmp_path, CLEAN))
+
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.endswith("clean: no schedule failed\n")
+
+
 def test_the_replay_line_replays_in_another_process_under_another_hash_seed() -> None:
     """The line is all it takes, and the digest is the same."""
     explored = invoke("explore", "--ranks", "2", BY_QUERY)
