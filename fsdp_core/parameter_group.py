@@ -26,7 +26,7 @@ from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_l
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
 from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
 from fsdp_core.torch_private import local_tensor, storage_holders, versions_of, wrap_instead
-from fsdp_core.uneven import is_described
+from fsdp_core.uneven import Rows, is_described
 
 DELAYED_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
 """The method by which a module tells that it has put a delayed gradient in place."""
@@ -214,7 +214,7 @@ class ParameterGroup:
                 slot.registry[slot.name] = member.sharded
 
     def _make_sharded(self, index: int, member: Member) -> None:
-        rows = self.main_weight.get_rows(index, member.fqn)
+        rows = self._rows_of(self.main_weight, index)
         member.sharded = nn.Parameter(rows.as_dtensor(), requires_grad=member.full.requires_grad)
         # What a Parameter wraps has a version counter of its own: writes to it must be seen.
         wrap_instead(member.sharded, rows.local)
@@ -244,19 +244,24 @@ class ParameterGroup:
         unit_fqn = getattr(self.unit(), "fqn", "")
         return f"{unit_fqn}.{fqn}" if unit_fqn else fqn
 
+    def _rows_of(self, buffer: DBuffer, index: int, suffix: str = "") -> Rows:
+        """Return this rank's rows of a parameter in one of the buffers, with its name in messages."""
+        rows = buffer.get_rows(index, self.members[index].fqn + suffix)
+        return replace(rows, full_name=partial(_full_name, weakref.ref(self)))
+
     def as_sharded(self, index: int, local: Tensor) -> DTensor:
         """Return rows like those of a sharded parameter as a DTensor that checkpoints understand.
 
         Shapes:
             local: as this rank's rows of parameter `index`.
         """
-        rows = self.main_weight.get_rows(index, self.members[index].fqn)
+        rows = self._rows_of(self.main_weight, index)
         return replace(rows, local=local).as_dtensor()
 
     def describe(self, index: int, dtensor: Tensor) -> None:
         """Note on a DTensor which rows of parameter `index` it holds."""
         assert isinstance(dtensor, DTensor)
-        self.main_weight.get_rows(index, self.members[index].fqn).attach(dtensor)
+        self._rows_of(self.main_weight, index).attach(dtensor)
 
     def gather_main_weight(self) -> DBuffer:
         """Return the whole main weights, gathered into a new buffer on the current stream."""
@@ -523,8 +528,7 @@ class ParameterGroup:
 
     def _grad_dtensors(self, buffer: DBuffer) -> tuple[DTensor, ...]:
         return tuple(
-            buffer.get_rows(index, f"{member.fqn}.grad").as_dtensor()
-            for index, member in enumerate(self.members)
+            self._rows_of(buffer, index, ".grad").as_dtensor() for index in range(len(self.members))
         )
 
     def release_gradients(self) -> None:
@@ -649,6 +653,12 @@ def describe_state(parameter: Tensor, state: dict[str, Any]) -> None:
         ):
             group = living_group(owner)
             group.describe(group.index_of(parameter), value)
+
+
+def _full_name(group: weakref.ref[ParameterGroup], fqn: str) -> str:
+    """Return the name of a parameter in the whole model, as long as its group lives."""
+    living = group()
+    return fqn if living is None else living.full_name(fqn)
 
 
 def living_group(owner: Owner) -> ParameterGroup:

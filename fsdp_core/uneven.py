@@ -6,7 +6,7 @@ and says so to nobody. So each DTensor that is handed out carries its own ways o
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex
@@ -75,6 +75,7 @@ class Rows:
         shape: of the whole tensor.
         offsets: of the local tensor in the whole one.
         fqn: the parameter that it is, or belongs to.
+        full_name: makes of that the name in the whole model, which is known once units have names.
         carrier: the DTensor that the rows were attached to, weakly.
     """
 
@@ -84,7 +85,13 @@ class Rows:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     fqn: str
+    full_name: Callable[[str], str] = str
     carrier: weakref.ref[DTensor] | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.full_name(self.fqn)
 
     def as_dtensor(self) -> DTensor:
         """Return the rows as a DTensor."""
@@ -129,10 +136,10 @@ class Rows:
         """
         if grad_placements is not None or any(each.is_partial() for each in self.placements):
             msg = (
-                f"full_tensor of {self.fqn!r} needs reduced rows and takes no grad_placements, got "
+                f"full_tensor of {self.name!r} needs reduced rows and takes no grad_placements, got "
                 f"placements {self.placements} and {grad_placements}; run the last microbatch first"
             )
-            raise UnsupportedError(msg, fqn=self.fqn)
+            raise UnsupportedError(msg, fqn=self.name)
         whole = torch.zeros(self.shape, dtype=self.local.dtype, device=self.local.device)
         with torch.no_grad():
             if self.local.numel():
@@ -148,7 +155,7 @@ class Rows:
             return whole
         # A leaf of its own: a whole tensor that somebody keeps must not keep the parameter alive.
         leaf = torch.empty(0, device=whole.device, requires_grad=True)
-        result: Tensor = _WithoutBackward.apply(leaf, whole, self.fqn)  # type: ignore[no-untyped-call]
+        result: Tensor = _WithoutBackward.apply(leaf, whole, self.name)  # type: ignore[no-untyped-call]
         return result
 
     def redistribute(
@@ -167,10 +174,10 @@ class Rows:
             self.placements
         ):
             msg = (
-                f"the rows of {self.fqn!r} can be redistributed to Replicate() on their own mesh "
+                f"the rows of {self.name!r} can be redistributed to Replicate() on their own mesh "
                 f"only, got {wanted}; use full_tensor()"
             )
-            raise UnsupportedError(msg, fqn=self.fqn)
+            raise UnsupportedError(msg, fqn=self.name)
         del options
         return DTensor.from_local(self.full_tensor(), self.axes.mesh, wanted, run_check=False)
 

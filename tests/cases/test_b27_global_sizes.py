@@ -122,6 +122,32 @@ def test_what_cannot_be_told_from_uneven_rows_is_refused_by_name() -> None:
         assert unfinished.startswith("full_tensor of 'weights.0.grad' needs reduced rows")
 
 
+def test_errors_of_rows_name_the_parameter_in_the_whole_model() -> None:
+    """Names inside a unit, such as 'weight', are those of many parameters."""
+
+    def program(rank: int) -> list[tuple[str, str | None]]:
+        shard(model := nn.Sequential(nn.Linear(2, 3, bias=False)), "0", "")
+        weight = model.get_parameter("0.weight")
+        assert isinstance(weight, DTensor)
+        state: dict[str, Any] = model.state_dict()
+        calls: list[Callable[[], Any]] = [
+            lambda: weight.redistribute(placements=[Shard(1)]),
+            lambda: state["0.weight"].redistribute(placements=[Shard(1)]),
+            lambda: weight.full_tensor(grad_placements=[Shard(0)]),
+            lambda: weight.full_tensor().sum().backward(),
+        ]
+        errors = []
+        for call in calls:
+            with pytest.raises(ConfigError) as caught:
+                call()
+            errors.append((str(caught.value), caught.value.fqn))
+        return errors
+
+    for errors in fsdp_sim.simulate(program, 2).results:
+        assert [fqn for _, fqn in errors] == ["0.weight"] * 4
+        assert all("'0.weight'" in message for message, _ in errors)
+
+
 def averaged(parameter: Tensor) -> Tensor:
     """An average of weights as it is usually kept: a copy that moves towards the parameter."""
     return parameter.detach().clone().lerp_(parameter.detach(), 0.5)
