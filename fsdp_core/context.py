@@ -157,6 +157,11 @@ class FsdpContext:
         self.parameter_to_owner = None
         self._finalized = True
 
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The living modules with no unit above them."""
+        return list(self._tree.roots)
+
     def is_root(self, module: nn.Module) -> bool:
         """Whether no unit of this context lies above a module's; False before `finalize`."""
         return module in self._tree.roots

@@ -5,7 +5,7 @@ before, or while a unit was unsharded, holds full parameters: their gradients ar
 they are reduced, so its steps would change nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +45,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Have all gradients complete and readable.
 
     Raises:
-        ConfigError: the optimizer holds a full parameter.
+        ConfigError: the optimizer holds a full parameter, or one that was added to a sharded model.
         UnsupportedError: it needs whole tensors, and holds shards.
         StateError: some gradient is still to come.
     """
@@ -54,6 +54,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not isinstance(parameter, DTensor):
             raise _foreign(owner, group)
         groups[group] = None
+    _check_added(optimizer, groups)
     if type(optimizer) in WHOLE_TENSORS and any(map(_holds_shards, groups)):
         raise not_elementwise(type(optimizer).__name__, *WHOLE_TENSORS[type(optimizer)])
     complete_groups(groups)
@@ -76,6 +77,32 @@ def _owned(optimizer: Optimizer) -> Iterator[tuple[Tensor, Owner, ParameterGroup
             owner = owner_of(parameter)
             if owner is not None and (group := owner.group()) is not None:
                 yield parameter, owner, group
+
+
+def _check_added(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+    """Check that no gradient is one rank's own: parameters added to a sharded model are in no unit.
+
+    Raises:
+        ConfigError: there is such a parameter, with a gradient.
+    """
+    strangers = {
+        id(parameter)
+        for param_group in optimizer.param_groups
+        for parameter in param_group["params"]
+        if parameter.grad is not None and owner_of(parameter) is None
+    }
+    if not strangers:
+        return
+    units: list[Any] = [unit for group in groups if (unit := group.unit()) is not None]
+    for root in dict.fromkeys(root for unit in units for root in unit.context.roots):
+        for fqn, parameter in root.named_parameters():
+            if id(parameter) in strangers:
+                msg = (
+                    f"a parameter of a sharded model must be there when it is sharded, got a gradient "
+                    f"for {fqn!r}, which was added later, so ranks do not reduce it; add it before "
+                    f"fully_shard"
+                )
+                raise ConfigError(msg, fqn=fqn)
 
 
 def _holds_shards(group: ParameterGroup) -> bool:

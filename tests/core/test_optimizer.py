@@ -610,6 +610,48 @@ def test_parameters_of_no_unit_are_refused() -> None:
 
 
 @pytest.mark.everywhere
+def test_a_parameter_that_was_added_to_a_sharded_model_is_refused() -> None:
+    """By an optimizer that nobody adapted, once it has a gradient that no rank reduces."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(Row("a", "b")), "a", "")
+        model.get_submodule("a").register_parameter("scale", nn.Parameter(torch.ones(2)))
+        scale = model.get_parameter("a.scale")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = local_rows(model)
+        step(model, rank, 0)
+        optimizer.step()
+        assert not torch.equal(before["a.weight"], local_rows(model)["a.weight"])  # type: ignore[arg-type]
+
+        scale.grad = torch.ones(2)
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        assert caught.value.fqn == "a.scale"
+        assert str(caught.value) == (
+            "a parameter of a sharded model must be there when it is sharded, got a gradient for "
+            "'a.scale', which was added later, so ranks do not reduce it; add it before fully_shard"
+        )
+        assert torch.equal(scale, torch.ones(2))
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.everywhere
+def test_a_parameter_beside_the_sharded_model_is_the_callers() -> None:
+    """Whoever leaves a module out of every unit reduces its gradients by other means."""
+
+    def body(rank: int) -> None:
+        shard(model := fill(Row("a", "b")), "a")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        step(model, rank, 0)
+        before = model.get_parameter("b.weight").detach().clone()
+        optimizer.step()
+        assert not torch.equal(model.get_parameter("b.weight"), before)
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.everywhere
 def test_a_step_before_the_last_microbatch_is_refused() -> None:
     """Under ZeRO-1 the gradients are not reduced yet."""
 
