@@ -1,6 +1,6 @@
 """B23: a unit that was frozen in its first forward reduces as if it had never been."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,13 +14,18 @@ from fsdp_core import MixedPrecisionPolicy
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     Row,
+    Tensors,
     Training,
     assert_equal,
+    assert_resting,
     batch,
     check_parity,
     fill,
     integers,
+    local_rows,
     loss_of,
+    put_together,
+    shard,
     train_shards,
 )
 
@@ -101,3 +106,42 @@ def test_freezing_and_unfreezing_at_any_step_has_parity(frozen: list[tuple[bool,
 
     options = {"mixed_precision_policy": POLICY}
     check_parity(Training(row, step, ("front", "unit"), len(frozen), options=options))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.filterwarnings("ignore:step")
+def test_what_is_set_while_the_unit_is_gathered_holds_from_the_next_forward_on(
+    *, trainable: bool, whole_model: bool
+) -> None:
+    """On the sharded parameter, whose full one runs: it is told when weights are gathered next."""
+
+    def program(rank: int) -> Tensors:
+        model = row()
+        model.get_parameter("unit.weight").requires_grad_(not trainable)
+        shard(model, *([""] if whole_model else ["front", "unit"]))
+        sharded = model.get_parameter("unit.weight")
+
+        def change(_module: nn.Module, _args: Any) -> None:
+            sharded.requires_grad_(trainable)
+
+        handle = model.get_submodule("unit").register_forward_pre_hook(change)
+        loss_of(model(batch(rank)), rank).backward()
+        handle.remove()
+        assert_resting(model)
+        model.zero_grad()
+        loss_of(model(batch(rank, 1)), rank).backward()
+        assert_resting(model)
+        assert sharded.requires_grad is trainable
+        return local_rows(model, grads=True)
+
+    gradients = put_together(fsdp_sim.simulate(program, 2).results)
+
+    expected = row()
+    expected.get_parameter("unit.weight").requires_grad_(trainable)
+    for rank in range(2):
+        loss_of(expected(batch(rank, 1)), rank).backward()
+    sums = local_rows(expected, grads=True)
+    assert_equal(
+        gradients, {name: each if each is None else each / 2 for name, each in sums.items()}
+    )
