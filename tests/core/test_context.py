@@ -38,7 +38,7 @@ from tests.cases.programs import (
     ops_by_step,
     shard,
 )
-from tests.core.worlds import on_ranks
+from tests.core.worlds import need_gpu, on_ranks
 
 
 class Tree(nn.Module):
@@ -101,6 +101,22 @@ def test_a_new_context_is_in_its_last_microbatch_and_not_finalized() -> None:
     assert not context.use_symmetric_memory
     assert not context.caller_managed_grad_sync
     assert len(context.execution_order) == 0
+
+
+def test_without_a_device_a_context_takes_the_cpu_where_there_is_no_gpu() -> None:
+    """A simulated world has none."""
+    assert alone(FsdpContext).device == torch.device("cpu")
+
+
+@pytest.mark.everywhere
+def test_without_a_device_a_context_takes_the_current_gpu() -> None:
+    """By its index, so that a change of the current device moves nothing."""
+    need_gpu()
+
+    def body(_rank: int) -> bool:
+        return FsdpContext().device == torch.device("cuda", torch.cuda.current_device())
+
+    assert on_ranks(body, 1) == [True]
 
 
 @pytest.mark.parametrize("device", ["meta", "mps"])
