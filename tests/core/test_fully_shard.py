@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def reference(
 def test_every_strategy_trains_as_the_unsharded_model(
     name: str, microbatches: int, *, set_to_none: bool
 ) -> None:
-    """Five steps, accumulated or not, whichever way gradients are zeroed: the same bits."""
+    """Two steps, accumulated or not, whichever way gradients are zeroed: the same bits."""
 
     def body(rank: int) -> dict[str, Tensor | None]:
         model = fill(nn.Sequential(linear(5, 2), linear(2, 5)))
@@ -183,6 +184,111 @@ def test_two_last_backwards_add_up(name: str) -> None:
     # The mean over ranks of rank + 1, twice: world + 1.
     for (grad,) in on_ranks(body, world_size(4)):
         assert torch.equal(grad, torch.full((2, 2), world_size(4) + 1.0))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_backwards_of_which_none_is_last_add_up(name: str) -> None:
+    """What earlier microbatches left is shown as gradients, not yet reduced over partial axes."""
+
+    def body(rank: int) -> Tensor:
+        model = linear()
+        context = shard(model, "", mesh=mesh_shape(name), placements=placements_of(name))
+        for _ in range(2):
+            with fsdp_core.microbatch(context, is_last=False):
+                (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+        context.finish_grad_sync()  # nobody waits by himself before the last one
+        grad = model.weight.grad
+        assert isinstance(grad, DTensor)
+        assert grad.placements == STRATEGIES[name][1]
+        # One copy of each element for each coordinate of the axes that are not sharded.
+        mesh = mesh_shape(name)
+        copies = prod(n for n, p in zip(mesh, grad.placements, strict=True) if p != S)
+        return grad.to_local().sum() / copies
+
+    # The mean over ranks of rank + 1, twice, in each of four elements.
+    assert sum(on_ranks(body, world_size(4))) == 4 * (world_size(4) + 1)
+
+
+@pytest.mark.everywhere
+def test_an_outer_unit_owns_what_the_inner_one_does_not() -> None:
+    """Names are relative to the unit; an outer unit without parameters of its own has no group."""
+
+    class Outer(nn.Module):
+        """A layer, and a bias beside it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+            self.bias = nn.Parameter(torch.ones(2))
+
+    def body(_rank: int) -> list[list[str]]:
+        model = Row(outer=Outer())
+        shard(model, "outer.inner", "outer", "", mesh=(1,))
+        units = [model.get_submodule(name) for name in ("outer.inner", "outer", "")]
+        owned = []
+        for module in units:
+            assert isinstance(module, FsdpModule)
+            owned.append([member.fqn for g in module.fsdp_unit.groups for member in g.members])
+        return owned
+
+    assert on_ranks(body, 1) == [[["weight"], ["bias"], []]]
+
+
+@pytest.mark.everywhere
+def test_frozen_parameters_have_a_group_without_gradients() -> None:
+    """Beside that of the trainable ones; they get no buffer to reduce into."""
+
+    def body(rank: int) -> list[tuple[list[str], bool]]:
+        model = fill(Row("a", "b"))
+        model.get_submodule("b").requires_grad_(False)
+        shard(model, "")
+        loss_of(model(batch(rank)), rank).backward()
+        assert isinstance(model, FsdpModule)
+        return [
+            ([member.fqn for member in group.members], group._main_grad is not None)
+            for group in model.fsdp_unit.groups
+        ]
+
+    assert on_ranks(body, 2) == [[(["a.weight"], True), (["b.weight"], False)]] * 2
+
+
+class Casts(TorchDispatchMode):
+    """Counts copies from fp32 to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count what casts, and run it."""
+        if func is torch.ops.aten.copy_.default:
+            self.count += (args[0].dtype, args[1].dtype) == (torch.bfloat16, torch.float32)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", ["zero_1", "zero_2"])
+def test_whole_weights_are_cast_and_gathered_once_for_each_step_of_the_optimizer(name: str) -> None:
+    """Three steps of three microbatches: three casts and three gathers, not nine."""
+
+    def body(rank: int) -> tuple[int, int]:
+        model = fill(linear(4, 2))
+        policy = MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+        placements = placements_of(name)
+        context = shard(model, "", placements=placements, mixed_precision_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        with Collectives() as collectives, Casts() as casts:
+            for _ in range(3):
+                for micro in range(3):
+                    with fsdp_core.microbatch(context, is_last=micro == 2):
+                        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return casts.count, collectives.counts["all-gather"]
+
+    assert on_ranks(body, 2) == [(3, 3)] * 2
 
 
 class Collectives(TorchDispatchMode):
