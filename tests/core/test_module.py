@@ -220,6 +220,31 @@ def test_a_declared_count_reduces_when_that_many_gradients_have_come() -> None:
 
 
 @pytest.mark.everywhere
+def test_a_declared_count_is_of_the_whole_unit() -> None:
+    """Two gradients of one parameter and one of another fill a window of three."""
+
+    def body(rank: int) -> Any:
+        model = fill(Row("a", "b"))
+        context = shard(model, "", **declared(3))
+        reductions = []
+        for calls in (("a", "b"), ("a",)):
+            loss_of(model(batch(rank), calls=calls), rank).backward()
+            reductions.append(context.stats.reductions)
+        return reductions, local_rows(model, grads=True)
+
+    results = on_ranks(body, 2)
+
+    expected = fill(Row("a", "b"))
+    for rank in range(2):
+        for calls in (("a", "b"), ("a",)):
+            loss_of(expected(batch(rank), calls=calls), rank).backward()
+    assert [reductions for reductions, _ in results] == [[0, 1]] * 2
+    grads = put_together([grads for _, grads in results])
+    for name in ("a", "b"):
+        assert_mean(grads[f"{name}.weight"], expected.get_submodule(name))
+
+
+@pytest.mark.everywhere
 def test_a_partly_filled_window_cannot_be_used() -> None:
     """The optimizer is refused, with how many gradients have come."""
 
@@ -356,6 +381,33 @@ def test_a_delayed_gradient_completes_its_unit_when_it_comes() -> None:
         got = weights[name]
         assert got is not None
         assert torch.equal(got, parameter)
+
+
+@pytest.mark.everywhere
+def test_delayed_gradients_of_one_unit_may_come_in_another_order_on_each_rank() -> None:
+    """The last of them completes the unit, whichever it is."""
+
+    def body(rank: int) -> Any:
+        layers = [DelayedLinear(), DelayedLinear()]
+        context = shard(model := fill(nn.Sequential(*layers)), "", **MANAGED)
+        loss_of(model(batch(rank).requires_grad_()), rank).backward()
+        reductions = []
+        for layer in layers if rank == 0 else reversed(layers):
+            layer.backward_dw()
+            reductions.append(context.stats.reductions)
+        context.finish_grad_sync()
+        assert_resting(model)
+        return reductions, local_rows(model, grads=True)
+
+    results = on_ranks(body, 2)
+
+    expected = fill(nn.Sequential(linear(), linear()))
+    for rank in range(2):
+        loss_of(expected(batch(rank)), rank).backward()
+    assert [reductions for reductions, _ in results] == [[0, 1]] * 2
+    grads = put_together([grads for _, grads in results])
+    for name in ("0", "1"):
+        assert_mean(grads[f"{name}.weight"], expected.get_submodule(name))
 
 
 @pytest.mark.everywhere
@@ -555,11 +607,24 @@ def ranges(step: Callable[[nn.Module, int, int], None], *units: str, model: nn.M
     return [op for op in ops if op.kind in (Kind.RANGE_PUSH, Kind.RANGE_POP)]
 
 
-def assert_balanced(ops: Sequence[Op], label: str) -> None:
+def test_each_root_has_its_own_ranges() -> None:
+    """Forward in the order of calls, backward the other way round; the numbers tell them apart."""
+    model = fill(Row(first=Row("a"), second=Row("b")))
+    ops = ranges(step, "first", "second", model=model)
+
+    roots = ["<root> (root 0)", "<root> (root 1)"]
+    assert list(entered(ops, "forward")) == roots
+    assert list(entered(ops, "backward")) == roots[::-1]
+    for root in roots:
+        assert_balanced(ops, f"fsdp_core::forward {root}")
+        assert_balanced(ops, f"fsdp_core::backward {root}")
+
+
+def assert_balanced(ops: Sequence[Op], label: str, times: int = 1) -> None:
     """A range is opened, and closed as often."""
     pushes = [op for op in ops if op.name == label and op.kind is Kind.RANGE_PUSH]
     pops = [op for op in ops if op.name == label and op.kind is Kind.RANGE_POP]
-    assert len(pushes) == len(pops) == 1
+    assert len(pushes) == len(pops) == times
 
 
 def test_a_frozen_unit_whose_input_wants_a_gradient_has_one_range_backward() -> None:
@@ -581,13 +646,18 @@ def test_a_frozen_first_layer_has_no_range_backward() -> None:
 
 
 def test_a_tied_weight_does_not_open_a_second_range() -> None:
-    """Its unit is entered once, whatever uses it."""
+    """Its unit is entered once in each pass, whatever uses it."""
+
+    def twice(model: nn.Module, rank: int, number: int) -> None:
+        step(model, rank, number)
+        step(model, rank, number + 1)
+
     model = fill(Row("a", "b"))
     model.get_submodule("b").register_parameter("weight", model.get_parameter("a.weight"))
-    ops = ranges(step, "", model=model)
+    ops = ranges(twice, "", model=model)
 
-    assert_balanced(ops, "fsdp_core::forward <root>")
-    assert_balanced(ops, "fsdp_core::backward <root>")
+    assert_balanced(ops, "fsdp_core::forward <root>", times=2)
+    assert_balanced(ops, "fsdp_core::backward <root>", times=2)
 
 
 def test_weights_may_be_kept_from_forward_to_backward() -> None:
