@@ -245,6 +245,35 @@ def test_a_declared_count_is_of_the_whole_unit() -> None:
 
 
 @pytest.mark.everywhere
+def test_a_validation_forward_disturbs_no_count() -> None:
+    """Neither in the middle of a window, nor between a forward and its backward."""
+
+    def body(rank: int) -> Any:
+        context = shard(model := fill(Row("a", "b")), "", **declared(4))
+        reductions = []
+        for number in range(2):
+            loss = loss_of(model(batch(rank, number)), rank)
+            with torch.no_grad():
+                model(batch(rank, number + 2))
+            loss.backward()
+            with torch.no_grad():
+                model(batch(rank, number + 3))
+            reductions.append(context.stats.reductions)
+        return reductions, local_rows(model, grads=True)
+
+    results = on_ranks(body, 2)
+
+    expected = fill(Row("a", "b"))
+    for rank in range(2):
+        for number in range(2):
+            step(expected, rank, number)
+    assert [reductions for reductions, _ in results] == [[0, 1]] * 2
+    grads = put_together([grads for _, grads in results])
+    for name in ("a", "b"):
+        assert_mean(grads[f"{name}.weight"], expected.get_submodule(name))
+
+
+@pytest.mark.everywhere
 def test_a_partly_filled_window_cannot_be_used() -> None:
     """The optimizer is refused, with how many gradients have come."""
 
