@@ -18,7 +18,18 @@ from fsdp_core.device import Stream
 from fsdp_core.errors import StateError, UnsupportedError, check_type
 from fsdp_core.execution_order import ExecutionOrder
 from fsdp_core.identity import Identity
-from fsdp_core.module_tree import ModuleTree, living
+
+# The two walks belong to the interface of this module.
+from fsdp_core.module_tree import (
+    ModuleTree,
+    living,
+)
+from fsdp_core.module_tree import (
+    _collect_backward_order as _collect_backward_order,
+)
+from fsdp_core.module_tree import (
+    _collect_fsdp_children as _collect_fsdp_children,
+)
 from fsdp_core.open_units import OpenUnits
 from fsdp_core.phase import Phase
 from fsdp_core.prefetcher import Prefetcher, PrefetchOrder
@@ -94,6 +105,8 @@ class FsdpContext:
         self.has_unwaited_reductions = False
         self.parameter_to_owner = parameter_to_owner
         self._tree = ModuleTree()
+        self._roots = self._tree.roots
+        self._module_names = self._tree.names
         self._prefetcher = Prefetcher(prefetch_order, self._tree)
         self._registered: dict[nn.Module, Unit] = {}
         self._finalized = False
@@ -160,7 +173,7 @@ class FsdpContext:
     @property
     def roots(self) -> list[nn.Module]:
         """The living modules with no unit above them."""
-        return list(self._tree.roots)
+        return list(self._roots)
 
     def is_root(self, module: nn.Module) -> bool:
         """Whether no unit of this context lies above a module's; False before `finalize`."""
@@ -465,7 +478,7 @@ class FsdpContext:
             self._note_backward()
             for unit in living(self._tree.units):
                 unit.take_gradients()
-        self.open_units.complete()
+        self._run_delayed_post_backward_callbacks()
         if self.is_last_microbatch:
             self._finish_windows()
         for unit in living(self._unsharded):
@@ -481,6 +494,10 @@ class FsdpContext:
             self._prefetcher.end_pass(self.stats.steps - 1)
         except StateError as error:
             raise self.located(error) from None
+
+    def _run_delayed_post_backward_callbacks(self) -> None:
+        """Complete the units whose backward could not be seen to end before that of the pass."""
+        self.open_units.complete()
 
     # -- errors and recovery -----------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class ModuleTree:
         """
         children: dict[nn.Module, None] = {}
         for module in registered:
-            _collect_children(module, registered, children)
+            _collect_fsdp_children(module, registered, children)
         roots = [module for module in registered if module not in children]
         self.roots.update(dict.fromkeys(roots))
         numbers: dict[nn.Module, int] = {}
@@ -86,26 +86,26 @@ def living(refs: Iterable["weakref.ref[Unit]"]) -> list[Unit]:
     return [unit for ref in tuple(refs) if (unit := ref()) is not None]
 
 
-def _collect_children(
-    module: nn.Module, registered: Container[nn.Module], children: dict[nn.Module, None]
+def _collect_fsdp_children(
+    module: nn.Module, registered_modules: Container[nn.Module], children: dict[nn.Module, None]
 ) -> None:
     """Collect the nearest registered descendants of a module, not looking inside them."""
     for child in module.children():
-        if child in registered:
+        if child in registered_modules:
             children[child] = None
         else:
-            _collect_children(child, registered, children)
+            _collect_fsdp_children(child, registered_modules, children)
 
 
 def _collect_backward_order(
-    module: nn.Module, registered: Container[nn.Module], order: dict[nn.Module, None]
+    module: nn.Module, registered_modules: Container[nn.Module], order: dict[nn.Module, None]
 ) -> None:
     """Collect the order in which backward enters units: outer before inner, last before first.
 
     Why not the forward order reversed: the outputs of an outer unit get their gradients before
     those of the units inside it.
     """
-    if module in registered:
+    if module in registered_modules:
         order.setdefault(module, None)
     for child in reversed(tuple(module.children())):
-        _collect_backward_order(child, registered, order)
+        _collect_backward_order(child, registered_modules, order)

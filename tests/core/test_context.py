@@ -19,6 +19,7 @@ from fsdp_core import (
     SchedulePolicy,
     StateError,
 )
+from fsdp_core.context import _collect_backward_order, _collect_fsdp_children
 from fsdp_core.context_stats import ContextStats
 from tests.cases.programs import (
     SHARDED,
@@ -214,6 +215,40 @@ def test_backward_enters_outer_units_before_inner_and_last_children_first() -> N
         *((name, "forward") for name in ("", "left", "left.inner", "right")),
         *((name, "backward") for name in ("", "right", "left", "left.inner")),
     ]
+
+
+@pytest.mark.everywhere
+def test_walks_of_the_tree_stop_at_units_or_go_through_them() -> None:
+    """Children are the nearest units below; the order of backward is of all, last children first."""
+    model = Tree()
+    left, inner, right = model.left, model.left.get_submodule("inner"), model.right
+    units = {inner: None, left: None, right.get_submodule("a"): None}
+    children: dict[nn.Module, None] = {}
+    order: dict[nn.Module, None] = {}
+
+    _collect_fsdp_children(model, units, children)
+    _collect_backward_order(model, units, order)
+
+    assert list(children) == [left, right.get_submodule("a")]
+    assert list(order) == [right.get_submodule("a"), left, inner]
+
+
+@pytest.mark.everywhere
+def test_a_context_holds_roots_and_names_weakly_and_in_order() -> None:
+    """By the names that tools written for the same interface read."""
+
+    def body() -> None:
+        first, second = Row("a"), Row("b")
+        context = shard(nn.ModuleList([first, second]), "0.a", "0", "1.b", "1", mesh=(1,))
+
+        assert list(context._roots) == [first, second]
+        assert list(context._module_names.values()) == ["", "a", "", "b"]
+        assert not context._post_backward_hook_registered
+        del first, second
+        assert list(context._roots) == []
+        assert list(context._module_names) == []
+
+    alone(body)
 
 
 @pytest.mark.everywhere
