@@ -18,18 +18,9 @@ from fsdp_core.device import Stream
 from fsdp_core.errors import StateError, UnsupportedError, check_type
 from fsdp_core.execution_order import ExecutionOrder
 from fsdp_core.identity import Identity
-
-# The two walks belong to the interface of this module.
-from fsdp_core.module_tree import (
-    ModuleTree,
-    living,
-)
-from fsdp_core.module_tree import (
-    _collect_backward_order as _collect_backward_order,
-)
-from fsdp_core.module_tree import (
-    _collect_fsdp_children as _collect_fsdp_children,
-)
+from fsdp_core.module_tree import ModuleTree, living
+from fsdp_core.module_tree import _collect_backward_order as _collect_backward_order
+from fsdp_core.module_tree import _collect_fsdp_children as _collect_fsdp_children
 from fsdp_core.open_units import OpenUnits
 from fsdp_core.phase import Phase
 from fsdp_core.prefetcher import Prefetcher, PrefetchOrder

@@ -613,6 +613,20 @@ def test_a_failed_child_leaves_its_parameters_to_the_parent() -> None:
 
 
 @pytest.mark.everywhere
+def test_modules_of_one_class_become_units_of_one_class() -> None:
+    """Made once, whatever the context: what a class keeps for its instances stays shared."""
+
+    def body() -> None:
+        first, second = Row("a"), Row("a")
+        shard(first, "", mesh=(1,))
+        shard(second, "", mesh=(1,))
+        assert type(first) is type(second)
+        assert isinstance(first, FsdpModule)
+
+    on_one(body)
+
+
+@pytest.mark.everywhere
 def test_a_module_that_is_a_unit_already_is_refused() -> None:
     """It stays the unit that the first call made."""
 
