@@ -71,7 +71,7 @@ def find(name: str) -> Found:
     """Search with the bug of this name planted, and shrink what fails first."""
     plant = plants()[name]
     runs = 0
-    first: int | None = None
+    first: tuple[int, ProgramSpec] | None = None
     failed: dict[str, tuple[ProgramSpec, Exception]] = {}
 
     def each(program: ProgramSpec) -> None:
@@ -80,7 +80,7 @@ def find(name: str) -> Found:
         if text in failed:
             failed[text] = failed.pop(text)  # the last one is the smallest
             raise failed[text][1]
-        if first is not None and runs > first + SHRINK_RUNS_MAX:
+        if first is not None and runs > first[0] + SHRINK_RUNS_MAX:
             return
         runs += 1
         try:
@@ -89,7 +89,7 @@ def find(name: str) -> Found:
         except Exception as error:
             if _fails(program):
                 return  # with nothing planted too: the search for failures finds that
-            first = first or runs
+            first = first or (runs, program)
             failed[text] = program, error
             raise
 
@@ -98,10 +98,10 @@ def find(name: str) -> Found:
         raise error
     if first is None:
         return Found(name)
-    (before, _), *_ = failed.values()
+    runs_before, before = first
     program, error = list(failed.values())[-1]
     kind = failure_of(error).kind
-    return Found(name, first, kind, size_of(before), size_of(program), repr(program))
+    return Found(name, runs_before, kind, size_of(before), size_of(program), repr(program))
 
 
 def _fails(program: ProgramSpec) -> bool:
