@@ -49,23 +49,30 @@ class Site:
 
     Attributes:
         place: file and function.
+        line: in that file.
         kind: the error's class.
         text: its message, with its placeholders; one that comes from elsewhere is one.
         is_named: it carries the name of a unit, module or parameter.
     """
 
     place: str
+    line: int
     kind: str
     text: str
     is_named: bool
+
+
+def functions_of(tree: ast.AST) -> list[ast.FunctionDef]:
+    """Every function and method, also those of a name that another one has."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
 def sites() -> Iterator[Site]:
     """Every such place, found in the source."""
     for path in sorted(PACKAGE.glob("*.py")):
         tree = ast.parse(path.read_text())
-        functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-        for function in functions.values():
+        functions = {each.name: each for each in functions_of(tree)}
+        for function in functions_of(tree):
             for node in ast.walk(function):
                 if (
                     isinstance(node, ast.Call)
@@ -74,7 +81,8 @@ def sites() -> Iterator[Site]:
                 ):
                     is_named = any(keyword.arg == "fqn" for keyword in node.keywords)
                     for text in texts_of(node.args[0], function, functions):
-                        yield Site(f"{path.name}:{function.name}", node.func.id, text, is_named)
+                        place = f"{path.name}:{function.name}"
+                        yield Site(place, node.lineno, node.func.id, text, is_named)
 
 
 def texts_of(
@@ -105,6 +113,34 @@ def texts_of(
             return [text for each in said for text in texts_of(each, helper, functions)]
         case _:
             return [f"{{{ast.unparse(node)}}}"]
+
+
+OF_PYTHON = {
+    # what Python, pickle and PyTorch say of a wrong keyword, file and version
+    "fully_shard.py": {"TypeError"},
+    "checkpoint.py": {"UnpicklingError"},
+    "torch_private.py": {"ImportError"},
+    # another rank's exception, of a class that may not travel
+    "agreement.py": {"RuntimeError"},
+}
+"""Exceptions that are not fsdp_core's own, by the file that makes them."""
+
+
+def test_the_walk_over_messages_leaves_out_no_error_that_is_made() -> None:
+    """In whatever function, in none, or by whatever path its class is called."""
+    made, others = set(), {}
+    for path in sorted(PACKAGE.glob("**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func).split(".")[-1]
+            if name in KINDS:
+                made.add((path.name, node.lineno))
+            elif name.endswith(("Error", "Exception", "Warning")):
+                others.setdefault(path.name, set()).add(name)
+
+    assert {(each.place.split(":")[0], each.line) for each in sites()} == made
+    assert others == OF_PYTHON
 
 
 def test_every_message_says_what_must_hold_what_was_seen_and_what_to_do() -> None:
@@ -208,15 +244,13 @@ def raises() -> Iterator[Raised]:
     makers = {
         function.name: ast.unparse(function)
         for tree in trees.values()
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        and any(
+        for function in functions_of(tree)
+        if any(
             isinstance(n, ast.Return) and STATE.search(ast.unparse(n)) for n in ast.walk(function)
         )
     }
     for file, tree in trees.items():
-        functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
-        for function in functions.values():
+        for function in functions_of(tree):
             for node in ast.walk(function):
                 if not isinstance(node, ast.Raise) or node.exc is None:
                     continue
