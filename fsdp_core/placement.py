@@ -165,8 +165,8 @@ def _check_roles(parameter: Placement, gradient: Placement, optimizer: Placement
     for role, weights in (("parameter", parameter), ("optimizer", optimizer)):
         if isinstance(weights, Partial):
             msg = (
-                f"Placements.{role} must be Replicate or Shard, got {weights!r}; gradients alone "
-                f"can be partial"
+                f"Placements.{role} must be Replicate or Shard, got {weights!r}; use one of "
+                f"these, and Partial for gradients alone"
             )
             raise ConfigError(msg)
     if isinstance(gradient, Partial) and gradient.reduce_op != "avg":

@@ -55,8 +55,8 @@ def _check_count(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        msg = f"SchedulePolicy.{name} must be None or an int, got {value!r}; None takes the default"
+        msg = f"SchedulePolicy.{name} must be None or an int, got {value!r}; pass None for the default"
         raise ConfigTypeError(msg)
     if value < 0:
-        msg = f"SchedulePolicy.{name} must not be negative, got {value}; 0 means none"
+        msg = f"SchedulePolicy.{name} must not be negative, got {value}; pass 0 for none"
         raise ConfigError(msg)

@@ -138,7 +138,7 @@ class ShardedUnit:
         if busy:
             msg = (
                 f"a unit must be RESTING to be resharded by hand, got {self.phase.name} for "
-                f"{self.name!r}; it is resharded when that has ended"
+                f"{self.name!r}; leave it to the end of that, or call it then"
             )
             raise self.context.located(StateError(msg, fqn=self.fqn))
         if not self._holders:

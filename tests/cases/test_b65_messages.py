@@ -151,6 +151,22 @@ def test_every_message_says_what_must_hold_what_was_seen_and_what_to_do() -> Non
     assert [each for each in found if not SHAPE.fullmatch(each.text)] == []
 
 
+ACTION = re.compile(
+    r"add|allocate|assign|build|call|choose|compute|convert|copy|declare|do|drive|drop|end|finish|give|"
+    r"have|install|keep|leave|load|make|move|name|open|order|pad|pass|put|redistribute|register|"
+    r"rename|repeat|reshape|run|shard|split|turn|untie|use|write|if it does, pass|{{hint}}|{{remedy}}"
+)
+"""What an action begins with: it says what to do, not what holds. What is made apart says so there."""
+
+
+def test_every_message_ends_with_something_to_do() -> None:
+    """An explanation is none."""
+    for each in sites():
+        parts = each.text.partition(", got")[2].split("; ")[1:]
+
+        assert any(re.match(rf"({ACTION.pattern})(\b|$)", part) for part in parts), each
+
+
 BELOW_UNITS = {
     "collectives.py",
     "dbuffer.py",

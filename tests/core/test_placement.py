@@ -117,15 +117,15 @@ def test_the_three_lists_must_fit_the_axes() -> None:
         (
             (AVG, S, S),
             (
-                f"Placements.parameter must be Replicate or Shard, got {AVG!r}; gradients alone can be "
-                f"partial"
+                f"Placements.parameter must be Replicate or Shard, got {AVG!r}; use one of these, and "
+                f"Partial for gradients alone"
             ),
         ),
         (
             (R, AVG, AVG),
             (
-                f"Placements.optimizer must be Replicate or Shard, got {AVG!r}; gradients alone can be "
-                f"partial"
+                f"Placements.optimizer must be Replicate or Shard, got {AVG!r}; use one of these, and "
+                f"Partial for gradients alone"
             ),
         ),
         (

@@ -71,19 +71,19 @@ def test_a_policy_cannot_be_changed() -> None:
             SchedulePolicy,
             {"forward_prefetch_size": -1},
             ConfigError,
-            "SchedulePolicy.forward_prefetch_size must not be negative, got -1; 0 means none",
+            "SchedulePolicy.forward_prefetch_size must not be negative, got -1; pass 0 for none",
         ),
         (
             SchedulePolicy,
             {"backward_prefetch_size": float("inf")},
             ConfigTypeError,
-            "SchedulePolicy.backward_prefetch_size must be None or an int, got inf; None takes the default",
+            "SchedulePolicy.backward_prefetch_size must be None or an int, got inf; pass None for the default",
         ),
         (
             SchedulePolicy,
             {"grad_accumulation_count": True},
             ConfigTypeError,
-            "SchedulePolicy.grad_accumulation_count must be None or an int, got True; None takes the default",
+            "SchedulePolicy.grad_accumulation_count must be None or an int, got True; pass None for the default",
         ),
         (
             SchedulePolicy,
