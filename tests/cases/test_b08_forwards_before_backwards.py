@@ -9,6 +9,8 @@ from torch.distributed.tensor import Replicate
 
 import fsdp_sim
 from fsdp_core import Placements, PrefetchOrder, RowAtomic, StateError
+from fsdp_core.unit import ShardedUnit
+from fsdp_core.uses import Use
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Row,
@@ -142,3 +144,20 @@ def test_a_backward_inside_a_forward_completes_and_the_forward_goes_on() -> None
 
     names = ("first", "second", "")
     check_parity(Training(lambda: fill(Force()), step, names, steps=2, entered=("first",)))
+
+
+def test_a_second_backward_that_does_not_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: only a forward makes a unit's backward begin again."""
+    begun: set[str] = set()
+    pre_backward = ShardedUnit.pre_backward
+
+    def only_once(unit: ShardedUnit, module: nn.Module, use: Use) -> None:
+        rank = str(torch.distributed.get_rank())
+        if rank not in begun:
+            begun.add(rank)
+            pre_backward(unit, module, use)
+
+    monkeypatch.setattr(ShardedUnit, "pre_backward", only_once)
+
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        check_parity(outstanding((0, 1)))

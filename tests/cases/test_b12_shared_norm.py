@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import fsdp_core
 import fsdp_sim
 from fsdp_core import FsdpModule, SchedulePolicy, StateError
+from fsdp_core.uses import Uses
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     SHARDED,
@@ -134,3 +135,12 @@ def test_parameters_without_any_gradient_yet_are_the_ones_that_are_named() -> No
             "got unit '<root>' mid-flight with 1/4 gradients, none yet for ['second.weight'];"
             in message
         )
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_reduction_behind_each_use_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: nobody knows of the uses that are still to come."""
+    monkeypatch.setattr(Uses, "outstanding", lambda _uses: 0)
+
+    for ops in ops_by_step(check_parity(Training(build, step, ("body", "extra", "norm", "")))):
+        assert reduced(ops).count("norm") == 2

@@ -7,6 +7,7 @@ from torch import nn
 import fsdp_core
 import fsdp_sim
 from fsdp_core import FsdpModule, SchedulePolicy
+from fsdp_core.unit import ShardedUnit
 from tests.cases.programs import (
     SHARDED,
     Row,
@@ -76,3 +77,20 @@ def test_a_recursive_reshard_frees_every_unit_of_the_tree() -> None:
         return kept, [full_nbytes(child) for child in model.children()]
 
     assert fsdp_sim.simulate(program, 2).results == [([16, 16], [0, 0])] * 2
+
+
+def test_a_root_that_keeps_its_weights_all_the_same_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: the flag is ignored on roots, and nothing else frees them."""
+    monkeypatch.setattr(ShardedUnit, "_leave_forward", lambda *_args, **_options: None)
+
+    def program(rank: int) -> int:
+        root = fill(linear())
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(root, mesh_of(2), SHARDED)
+        with torch.no_grad():
+            root(batch(rank))
+        return full_nbytes(root)
+
+    assert fsdp_sim.simulate(program, 2, strict=False).results == [16, 16]

@@ -4,6 +4,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core.window import Window
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Training,
@@ -63,3 +64,14 @@ def test_units_around_it_are_reduced_once_too(units: tuple[str, ...]) -> None:
 
     for ops in ops_by_step(check_parity(Training(build, step, units, steps=2))):
         assert len(reduced(ops)) == 2
+
+
+def test_a_unit_that_the_inner_pass_completes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: the first gradients complete it, whichever pass they come in."""
+    monkeypatch.setattr(Window, "is_due", property(lambda window: window.is_full))
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number).requires_grad_()), rank).backward()
+
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        check_parity(Training(lambda: fill(Outside(before=True, behind=True)), step, ("",)))

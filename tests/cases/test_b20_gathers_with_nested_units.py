@@ -4,6 +4,8 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core.unit import ShardedUnit
+from fsdp_core.unit_protocol import Call
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Training,
@@ -64,3 +66,23 @@ def test_each_unit_is_gathered_twice_and_reduced_once(how: str, root: list[str])
         counts = [gathered(ops).count(name) for name in dict.fromkeys(gathered(ops))]
         assert counts == [2] * 6
         assert len(reduced(ops)) == len(set(reduced(ops))) == 6
+
+
+def test_units_that_reshard_behind_their_recomputation_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: their backward, which comes next, gathers them a third time."""
+    leave_forward = ShardedUnit._leave_forward
+
+    def reshard_too(unit: ShardedUnit, call: Call, *, failed: bool) -> None:
+        leave_forward(unit, call, failed=failed)
+        if call.recomputing:
+            unit.weights.reshard()
+
+    monkeypatch.setattr(ShardedUnit, "_leave_forward", reshard_too)
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        loss_of(model(batch(rank, number).requires_grad_()), rank).backward()
+
+    (ops,) = ops_by_step(check_parity(Training(lambda: fill(Layers("reentrant")), step, UNITS)))
+    assert [gathered(ops).count(name) for name in dict.fromkeys(gathered(ops))] == [3] * 6

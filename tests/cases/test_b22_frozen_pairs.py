@@ -7,6 +7,7 @@ from torch import nn
 
 import fsdp_sim
 from fsdp_core import FsdpModule
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     Row,
@@ -56,3 +57,19 @@ def test_each_unit_that_backward_goes_through_begins_and_ends_once(input_grad: b
             ranges = [op.name for op in ops if op.kind is kind]
             assert Counter(n for n in ranges if n.startswith("fsdp_core::backward")) == names
     assert report.results == [{NAMES[number]: 2 for number in entered}] * 2
+
+
+def test_a_frozen_unit_that_never_ends_its_backward_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: only a unit with something to reduce is completed."""
+    close = ShardedUnit._close
+
+    def close_trained(unit: ShardedUnit) -> None:
+        if any(group.is_trainable for group in unit.groups):
+            close(unit)
+
+    monkeypatch.setattr(ShardedUnit, "_close", close_trained)
+
+    with pytest.raises(AssertionError, match=r"<root> \(root 0\)"):
+        fsdp_sim.simulate(run, 2, args=(True,))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import fsdp_sim
 from fsdp_core import MixedPrecisionPolicy
+from fsdp_core.parameter_group import ParameterGroup
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     Row,
@@ -71,6 +72,17 @@ def unfrozen(frozen: Frozen) -> Training:
     return Training(build, step, ("front", "unit"), options=options)
 
 
+def reduced_dtypes(report: fsdp_sim.Report) -> list[str]:
+    """The dtype of each reduction of gradients, of all ranks."""
+    return [
+        op.call.dtype
+        for op in report.trace.all_ops()
+        if op.kind is Kind.COLLECTIVE
+        and op.call
+        and (op.annotation or "").startswith("fsdp_core::reduce")
+    ]
+
+
 @pytest.mark.parametrize("frozen", ["when sharded", "in the first forward"])
 @pytest.mark.filterwarnings("ignore:step")
 def test_it_reduces_in_fp32_and_as_a_run_that_was_never_frozen(frozen: Frozen) -> None:
@@ -79,12 +91,7 @@ def test_it_reduces_in_fp32_and_as_a_run_that_was_never_frozen(frozen: Frozen) -
 
     report = fsdp_sim.simulate(train_shards, 2, args=(unfrozen(frozen),), trace=True)
 
-    reductions = [
-        op.call
-        for op in report.trace.all_ops()
-        if op.kind is Kind.COLLECTIVE and (op.annotation or "").startswith("fsdp_core::reduce")
-    ]
-    assert [call.dtype for call in reductions if call] == ["float32"] * 4
+    assert reduced_dtypes(report) == ["float32"] * 4
     for (got,), (expected,) in zip(report.results, never.results, strict=True):
         assert_equal(got.gradients, expected.gradients)
         assert_equal(got.weights, expected.weights)
@@ -145,3 +152,22 @@ def test_what_is_set_while_the_unit_is_gathered_holds_from_the_next_forward_on(
     assert_equal(
         gradients, {name: each if each is None else each / 2 for name, each in sums.items()}
     )
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_dtype_that_is_settled_while_all_is_frozen_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: a group that is frozen when it is built reduces in its compute dtype."""
+    init = ParameterGroup.__init__
+
+    def settle(group: ParameterGroup, *args: Any) -> None:
+        init(group, *args)
+        if not group.is_trainable:
+            group._reduce_dtype = group._compute_dtype
+
+    monkeypatch.setattr(ParameterGroup, "__init__", settle)
+
+    report = fsdp_sim.simulate(train_shards, 2, args=(unfrozen("when sharded"),), trace=True)
+
+    assert sorted(reduced_dtypes(report)) == ["bfloat16", "bfloat16", "float32", "float32"]

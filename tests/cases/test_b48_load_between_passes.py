@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_sim
 from fsdp_core import Placements, SchedulePolicy, StateError
+from fsdp_core.parameter_group import ParameterGroup
 from tests.cases.programs import (
     SHARDED,
     ZERO_1,
@@ -226,3 +227,23 @@ def test_a_write_of_full_weights_is_kept_where_they_are() -> None:
             lambda: nn.Sequential(Clamped()), step, ("0",), steps=2, options={"placements": ZERO_1}
         )
     )
+
+
+def test_a_forward_that_does_not_see_what_was_written_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: full weights that were kept are taken for the current ones."""
+    monkeypatch.setattr(ParameterGroup, "is_stale", property(lambda _group: False))
+
+    def program(rank: int) -> list[float]:
+        model = ones(KEPT)
+        parameters = list(model.parameters())
+        outputs = []
+        for _ in range(2):
+            with torch.no_grad():
+                outputs.append(model(ONE).sum().item())
+                for parameter in parameters:
+                    parameter.fill_(2)
+        return outputs
+
+    assert fsdp_sim.simulate(program, 2, strict=False).results == [[8.0, 8.0]] * 2

@@ -1,10 +1,12 @@
 """B57: the runtime writes no buffer, so a graph that has saved one can still go backward."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.program.model import fold
 from tests.cases.programs import Training, batch, check_parity, fill, integers, linear, loss_of
 
@@ -54,3 +56,20 @@ def test_two_forwards_then_a_backward_have_parity() -> None:
 def test_any_number_of_forwards_has_parity(count: int) -> None:
     """Before one backward."""
     check_parity(forwards_first(count))
+
+
+def test_a_broadcast_of_buffers_in_each_forward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: DDP's copy out of what was broadcast, written under the first graph."""
+    pre_forward = ShardedUnit.pre_forward
+
+    def broadcast_too(unit: ShardedUnit, module: nn.Module) -> None:
+        for buffer in module.buffers():
+            sent = buffer.clone()
+            torch.distributed.broadcast(sent, 0)
+            buffer.copy_(sent)
+        pre_forward(unit, module)
+
+    monkeypatch.setattr(ShardedUnit, "pre_forward", broadcast_too)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        check_parity(forwards_first(2))

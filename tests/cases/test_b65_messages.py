@@ -128,7 +128,8 @@ OF_PYTHON = {
 
 def test_the_walk_over_messages_leaves_out_no_error_that_is_made() -> None:
     """In whatever function, in none, or by whatever path its class is called."""
-    made, others = set(), {}
+    made: set[tuple[str, int]] = set()
+    others: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.glob("**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
