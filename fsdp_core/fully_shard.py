@@ -349,9 +349,10 @@ def _check_expectations(members: Sequence[Member], policy: SchedulePolicy) -> No
         raise ConfigError(msg)
     for member in members:
         if member.is_delayed and len(member.slots) > 1:
+            names = [f"{slot.fqn!r} of a {type(slot.owner()).__name__}" for slot in member.slots]
             msg = (
                 f"a parameter with a delayed gradient must have one place, got "
-                f"{[slot.fqn for slot in member.slots]}; untie them, or do not delay"
+                f"{' and '.join(names)}; untie them, or do not delay"
             )
             raise ConfigError(msg, fqn=member.fqn)
         if member.is_delayed and not hasattr(member.slots[0].owner(), DELAYED_HOOK):

@@ -183,6 +183,26 @@ def test_the_late_gradient_read_without_the_wait_is_a_race() -> None:
     assert {finding.kind for finding in report.findings} == {"Race"}
 
 
+def test_a_delayed_parameter_that_is_tied_is_refused_with_both_modules() -> None:
+    """Which of them would tell of the gradient is unclear; their classes are in the message."""
+
+    class Head(Delayed):
+        """Another layer with the same weight."""
+
+    def program(rank: int) -> str:
+        model = nn.ModuleDict({"body": Delayed(), "head": Head()})
+        model["head"].weight = model["body"].weight
+        with pytest.raises(ConfigError) as caught:
+            shard(model, ("body", "head"))
+        return str(caught.value)
+
+    message = (
+        "a parameter with a delayed gradient must have one place, got 'weight' of a Delayed and "
+        "'weight' of a Head; untie them, or do not delay"
+    )
+    assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
 def test_a_delayed_parameter_needs_a_module_that_tells_of_its_gradient() -> None:
     """Else the unit would wait for ever; the method's name is in the message."""
 
