@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import fsdp_sim
 from fsdp_core import PrefetchOrder, StateError
+from fsdp_core.unit import ShardedUnit
 from tests.cases.programs import (
     Row,
     Training,
@@ -118,3 +120,21 @@ def test_a_recorded_pass_refuses_the_branch_on_all_ranks() -> None:
 
     expected = "got fc3 forward at position 2 of 8, expected fc2 forward"
     assert all(re.search(re.escape(expected), message) for message in report.results)
+
+
+@pytest.mark.filterwarnings("ignore:step")
+@pytest.mark.parametrize("skipped", ["fc2", "fc3"])
+def test_a_prefetch_that_stays_in_flight_is_found(
+    skipped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect planted: only who uses a unit completes its gather."""
+    monkeypatch.setattr(ShardedUnit, "come_to_rest", lambda _: None)
+    monkeypatch.setattr(ShardedUnit, "end_forward", lambda _, **_options: None)
+    training = replace(branching((True, False), skipped), rests=False)
+
+    with pytest.raises(fsdp_sim.NotAtRest, match="left in flight") as caught:
+        fsdp_sim.simulate(train_shards, 2, args=(training,))
+
+    assert caught.value.finding is not None
+    assert caught.value.finding.ranks == (0, 1)
+    assert f"fsdp_core::unshard {skipped}" in str(caught.value)

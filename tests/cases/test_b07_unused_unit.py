@@ -1,5 +1,6 @@
 """B07: a unit that is not used in a step stays as it was."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import fsdp_sim
 from fsdp_core import SchedulePolicy
+from fsdp_core.unit import ShardedUnit
 from tests.cases.programs import (
     Row,
     Training,
@@ -21,6 +23,7 @@ from tests.cases.programs import (
     ops_by_step,
     reduced,
     shard,
+    train_shards,
 )
 
 NAMES = ("E1", "E2", "head")
@@ -119,3 +122,16 @@ def test_a_lone_unit_that_returns_its_input_rests() -> None:
         loss_of(x, rank).backward()
         assert x.grad is not None
         assert torch.equal(gradient, x.grad)
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_an_unused_unit_that_keeps_its_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: only a unit that was used is brought to rest."""
+    monkeypatch.setattr(ShardedUnit, "come_to_rest", lambda _: None)
+
+    training = replace(alternating(), steps=1, rests=False)
+
+    with pytest.raises(fsdp_sim.NotAtRest, match="left in flight") as caught:
+        fsdp_sim.simulate(train_shards, 2, args=(training,))
+
+    assert "fsdp_core::unshard E2" in str(caught.value)

@@ -1,10 +1,14 @@
 """B09: of several modules in one unit, any subset may run, in any order."""
 
+import weakref
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fsdp_core.unit import ShardedUnit
+from fsdp_core.uses import Use
 from fsdp_sim.program.model import fold
 from tests.cases.programs import Training, batch, check_parity, fill, linear, loss_of
 
@@ -70,3 +74,35 @@ def test_any_members_in_any_order_have_parity(steps: list[list[str]]) -> None:
             lambda: fill(Chunked()), step, (("norm", "head", "body"),), len(steps), entered=("",)
         )
     )
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_unit_that_waits_for_all_its_modules_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: the first module gathers, the last one frees, as if each ran once."""
+    awaited: dict[weakref.ref[ShardedUnit], list[nn.Module | None]] = {}
+    pre_forward, post_forward = ShardedUnit.pre_forward, ShardedUnit.post_forward
+
+    def gather_for_the_first(unit: ShardedUnit, module: nn.Module) -> None:
+        was_unsharded = unit.is_unsharded
+        pre_forward(unit, module)
+        if not awaited.get(unit.ref):
+            awaited[unit.ref] = [ref() for ref in unit.modules]
+        elif not was_unsharded:
+            unit.weights.reshard()
+
+    def tick_off(unit: ShardedUnit, module: nn.Module) -> Use | None:
+        awaited[unit.ref] = [each for each in awaited[unit.ref] if each is not module]
+        use = post_forward(unit, module)
+        if awaited[unit.ref]:
+            unit.weights.demand()
+        return use
+
+    monkeypatch.setattr(ShardedUnit, "pre_forward", gather_for_the_first)
+    monkeypatch.setattr(ShardedUnit, "post_forward", tick_off)
+
+    units = ("body", ("norm", "head"))
+
+    # A step that calls each once does not show it.
+    check_parity(Training(lambda: fill(Chunked()), ordinary_step, units))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        check_parity(Training(lambda: fill(Chunked()), chunked_step, units))
