@@ -1,5 +1,6 @@
 """B17: a checkpointed parent with a sharded child runs forward several times before backward."""
 
+import weakref
 from typing import Literal
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core.torch_private import in_graph_task
+from fsdp_core.unit import ShardedUnit
 from fsdp_sim.program.model import fold
 from tests.cases.programs import (
     Training,
@@ -98,3 +101,25 @@ def test_any_number_of_forwards_and_any_checkpoint_has_parity(
     if root:
         for ops in ops_by_step(report):
             assert reduced(ops).count("block.fc1") == 1
+
+
+def test_a_second_recomputation_that_does_not_gather_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: a unit gathers once for a backward, however often it is recomputed."""
+    begun: set[weakref.ref[ShardedUnit]] = set()
+    pre_forward = ShardedUnit.pre_forward
+
+    def gather_once(unit: ShardedUnit, module: nn.Module) -> None:
+        pre_forward(unit, module)
+        if not in_graph_task():
+            begun.discard(unit.ref)
+        elif unit.ref not in begun:
+            begun.add(unit.ref)
+        else:
+            unit.weights.reshard()
+
+    monkeypatch.setattr(ShardedUnit, "pre_forward", gather_once)
+
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        check_parity(several(2))

@@ -1,6 +1,7 @@
 """B19: a recomputed forward is told from a real one, also where the unit's phase does not say it."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -69,6 +70,7 @@ def is_range(kind: Kind, name: str, labels: tuple[str, ...]) -> bool:
 
 
 FORWARD = ["unshard row.c1", "unshard row.c2", "reshard row.c1", "reshard row.c2"]
+BACKWARD = ["unshard row.c2", "unshard row.c1", "reshard row.c2", "reshard row.c1"]
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non_reentrant"])
@@ -81,12 +83,7 @@ def test_recomputation_keeps_the_weights_until_the_backward_of_their_unit_is_ove
     assert sorted(backward) == sorted(FORWARD)
     assert backward.index("reshard row.c2") < backward.index("reshard row.c1")
     assert ordinary[:4] == FORWARD
-    assert ordinary[4:] == [
-        "unshard row.c2",
-        "unshard row.c1",
-        "reshard row.c2",
-        "reshard row.c1",
-    ]
+    assert ordinary[4:] == BACKWARD
     assert evaluated == FORWARD
 
 
@@ -165,3 +162,24 @@ def test_a_unit_that_enters_its_own_forward_is_refused_by_name() -> None:
 
     for message in fsdp_sim.simulate(program, 2).results:
         assert re.search(r"got FORWARD to FORWARD for '1'", message)
+
+
+def test_recomputation_that_is_taken_for_a_forward_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: nothing tells the two apart, so backward gathers a third time."""
+    monkeypatch.setattr("fsdp_core.unit.in_graph_task", lambda: False)
+
+    recomputed, _, _ = what_happens("reentrant")
+
+    assert Counter(recomputed) == dict.fromkeys(FORWARD, 3)
+
+
+def test_recomputation_in_a_backward_that_is_taken_for_a_forward_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same defect, where the unit has entered its backward before."""
+    monkeypatch.setattr("fsdp_core.unit.in_graph_task", lambda: False)
+
+    with pytest.raises(StateError, match=r"got BACKWARD to FORWARD for 'row\.c2'"):
+        what_happens("non_reentrant")
