@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fsdp_sim
-from fsdp_core import ConfigError
+from fsdp_core import ConfigError, meta
 from tests.cases.programs import Tensors, assert_equal, local_rows, put_together, shard
 
 
@@ -96,3 +96,22 @@ def test_parameters_in_a_list_are_initialised_by_the_module_that_holds_it() -> N
         whole,
         {name: torch.full((2,), 7.0) for name in ("0.listed.0", "0.listed.1", "0.named.one")},
     )
+
+
+def test_a_layer_that_is_made_real_and_never_initialised_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: no reset is called; memory that nobody has written is NaN."""
+    monkeypatch.setattr(meta, "_reset_of", lambda _module: lambda: None)
+
+    def program(rank: int) -> Tensors:
+        with torch.device("meta"):
+            model = nn.Sequential(Sevens(2, 3, bias=False))
+        shard(model, "")
+        return local_rows(model)
+
+    whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
+
+    weight = whole["0.weight"]
+    assert weight is not None
+    assert weight.isnan().all()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_sim
-from fsdp_core import StateError
+from fsdp_core import StateError, hooks
 from tests.cases.programs import (
     Row,
     assert_equal,
@@ -154,3 +154,23 @@ def _folded(x: torch.Tensor) -> torch.Tensor:
     from fsdp_sim.program.model import fold
 
     return fold(x @ torch.full((2, 2), 2.0))
+
+
+def test_a_load_that_replaces_parameters_is_found_by_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: assign=True is let through."""
+    monkeypatch.setattr(hooks, "is_assigning_load", lambda _metadata: False)
+
+    def program(rank: int) -> str:
+        model = fill(Row("a", "b"))
+        shard(model, "a", "b", "")
+        before = sharded_parameters(model)
+        model.load_state_dict(twos(model), assign=True)
+        after = sharded_parameters(model)
+        assert not any(old is new for old, new in zip(before, after, strict=True))
+        with pytest.raises(StateError, match="got another object for 'weight'") as caught:
+            model(batch(rank))
+        return caught.value.fqn or ""
+
+    assert fsdp_sim.simulate(program, 2).results == ["a", "a"]

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Adam, Optimizer
 
 import fsdp_core
 import fsdp_sim
 from fsdp_core.checkpoint import load_full_state_dict
+from fsdp_sim.mutation.core_changes import changes
 from tests.cases.programs import (
     assert_equal,
     fill,
@@ -175,3 +177,21 @@ def test_an_optimizer_that_was_not_made_sharded_resumes_too(
     train(model, optimizer, range(STEPS_BEFORE + STEPS_AFTER))
     whole = put_together(fsdp_sim.simulate(program, 2).results)
     assert_equal(whole, {name: each.detach() for name, each in model.named_parameters()})
+
+
+def test_rows_that_are_described_as_even_ones_are_found(tmp_path: Path) -> None:
+    """The defect planted: a checkpoint says that each rank holds as many rows as any other."""
+    (even,) = [each for each in changes() if each.name == "describe even shards"]
+
+    def program(_rank: int) -> None:
+        model = fill(nn.Sequential(linear(3, 2), linear(ROWS, 3)))
+        shard(model, "")
+        optimizer = fsdp_core.fully_shard_optimizer(Adam(model.parameters()))
+        fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+
+    # Rows lie as 3, 0 and 2, 3: what the second rank says it holds ends behind the fifth row.
+    with (
+        even.in_force(),
+        pytest.raises(CheckpointException, match=r"key:model\.1\.weight has out of bounds chunk"),
+    ):
+        fsdp_sim.simulate(program, 2)
