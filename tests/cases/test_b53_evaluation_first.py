@@ -12,6 +12,7 @@ from torch import nn
 
 import fsdp_sim
 from fsdp_core import SchedulePolicy
+from fsdp_core.parameter_group import ParameterGroup
 from tests.cases.programs import (
     ZERO_1,
     Row,
@@ -123,3 +124,24 @@ def test_any_order_of_evaluation_training_and_loading_has_parity(order: list[str
         train(model, rank, number)
 
     check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), len(order)))
+
+
+def test_weights_that_an_evaluation_left_behind_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: what was gathered once is taken for current, whatever was loaded since."""
+    never_gathered = property(lambda group: group._main_version == -1)
+    monkeypatch.setattr(ParameterGroup, "is_stale", never_gathered)
+
+    def program(rank: int) -> torch.Tensor:
+        shard(model := fill(Row("a", "b")), "a", "b", "", placements=ZERO_1)
+        evaluate(model, rank, torch.no_grad)
+        load(model, torch.no_grad)
+        with torch.no_grad():
+            return model(batch(rank))
+
+    # Each rank holds one row of a layer: that one it sees loaded, the other as it was.
+    for rank, output in enumerate(fsdp_sim.simulate(program, 2).results):
+        half_loaded = fill(Row("a", "b"))
+        with torch.no_grad():
+            for parameter in half_loaded.parameters():
+                parameter[rank] = 1
+        assert torch.equal(output, half_loaded(batch(rank)))

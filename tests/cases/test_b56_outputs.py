@@ -1,7 +1,7 @@
 """B56: whatever a unit returns its gradients are right, and it comes out as it went in."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_core import hooks
 from fsdp_core.hooks import CONTAINER_PARTS_MAX
 from fsdp_sim.program.model import fold
 from tests.cases.programs import Row, Training, batch, check_parity, fill, linear, loss_of
@@ -96,9 +97,8 @@ class Wrapping(nn.Module):
         return self.returned
 
 
-@pytest.mark.parametrize("kind", list(WRAPS))
-def test_every_container_has_parity_and_comes_out_as_the_same_object(kind: str) -> None:
-    """pytorch#77812, #173415; xtuner#1677; fairscale#967; DeepSpeed#2127."""
+def wrapped(kind: str) -> Training:
+    """A layer behind another, its output in a container of this kind."""
     wrap, unwrap = WRAPS[kind]
 
     def step(model: nn.Module, rank: int, number: int) -> None:
@@ -113,7 +113,13 @@ def test_every_container_has_parity_and_comes_out_as_the_same_object(kind: str) 
     def build() -> nn.Module:
         return fill(nn.Sequential(linear(), Wrapping(wrap)))
 
-    check_parity(Training(build, step, ("0", "1", "")))
+    return Training(build, step, ("0", "1", ""))
+
+
+@pytest.mark.parametrize("kind", list(WRAPS))
+def test_every_container_has_parity_and_comes_out_as_the_same_object(kind: str) -> None:
+    """pytorch#77812, #173415; xtuner#1677; fairscale#967; DeepSpeed#2127."""
+    check_parity(wrapped(kind))
 
 
 @pytest.mark.parametrize("returned", [None, 3, "text", (), {}, (None, 3)], ids=repr)
@@ -298,3 +304,19 @@ def test_a_large_container_in_an_attribute_is_not_walked_in_each_forward() -> No
         loss_of(model(batch(rank, number)), rank).backward()
 
     check_parity(Training(build, step, ("first", "")))
+
+
+def test_an_output_that_is_not_looked_into_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: only tensors in tuples and lists lead backward to their unit."""
+
+    def tensors_of(output: Any) -> Iterator[Tensor]:
+        if isinstance(output, Tensor):
+            yield output
+        elif isinstance(output, (tuple, list)):
+            for each in output:
+                yield from tensors_of(each)
+
+    monkeypatch.setattr(hooks, "tensors_of", tensors_of)
+
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        check_parity(wrapped("dataclass"))

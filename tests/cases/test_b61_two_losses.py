@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_core import FsdpModule
+from fsdp_core.unit import ShardedUnit
+from fsdp_core.uses import Use
 from tests.cases.programs import (
     Row,
     Training,
@@ -53,3 +56,19 @@ def test_the_second_loss_has_its_own_gradients() -> None:
 def test_any_number_of_losses_adds_up(count: int, drops: list[bool]) -> None:
     """Where gradients are kept in between, they are summed."""
     check_parity(losses(count, drops))
+
+
+def test_a_second_loss_that_finds_no_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: a forward makes a unit's backward begin, once."""
+    begun: set[Use] = set()
+    pre_backward = ShardedUnit.pre_backward
+
+    def only_once(unit: ShardedUnit, module: nn.Module, use: Use) -> None:
+        if use not in begun:
+            begun.add(use)
+            pre_backward(unit, module, use)
+
+    monkeypatch.setattr(ShardedUnit, "pre_backward", only_once)
+
+    with pytest.raises(RuntimeError, match="storage of size 0"):
+        check_parity(losses(2, [True]))

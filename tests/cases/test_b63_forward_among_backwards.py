@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fsdp_sim
 from fsdp_core import FsdpModule, SchedulePolicy, StateError
+from fsdp_core.unit import ShardedUnit
 from tests.cases.programs import (
     Tensors,
     assert_equal,
@@ -134,3 +135,25 @@ def test_loading_a_state_dict_is_safe_without_hooks() -> None:
         return total
 
     assert fsdp_sim.simulate(program, 2).results == [8.0, 8.0]
+
+
+def test_weights_that_the_first_of_two_users_frees_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: nobody counts the users."""
+    reshard = ShardedUnit.reshard
+
+    def free_at_once(unit: ShardedUnit) -> None:
+        unit._holders = 0
+        reshard(unit)
+
+    monkeypatch.setattr(ShardedUnit, "reshard", free_at_once)
+
+    def program(rank: int) -> bool:
+        model = unit()
+        assert isinstance(model, FsdpModule)
+        model.unshard()
+        run(model, rank, ONE_F_ONE_B)
+        return model.fsdp_unit.is_unsharded
+
+    assert fsdp_sim.simulate(program, 2).results == [False, False]
