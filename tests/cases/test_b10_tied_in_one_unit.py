@@ -1,12 +1,15 @@
 """B10: a tied parameter is one parameter, in every state and on every path."""
 
+import importlib
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_sim
 from fsdp_core import FsdpModule
+from fsdp_core.parameter_group import Member
 from tests.cases.programs import (
     Training,
     check_parity,
@@ -17,6 +20,9 @@ from tests.cases.programs import (
     reduced,
     shard,
 )
+
+# The module: the package exports the function of the same name.
+fully_shard = importlib.import_module("fsdp_core.fully_shard")
 
 
 class Tied(nn.Module):
@@ -62,17 +68,18 @@ def test_the_gradient_is_the_sum_of_both_uses_in_one_reduction() -> None:
     assert reduced(ops) == ["<root>"] * 2
 
 
+def sizes(_rank: int) -> tuple[int, int, int]:
+    """How many parameters the model and its unit have, and the elements of the buffer."""
+    model = build()
+    shard(model, "")
+    assert isinstance(model, FsdpModule)
+    (group,) = model.fsdp_unit.groups
+    return len(list(model.parameters())), len(group.members), group.full_numel
+
+
 def test_there_is_one_parameter_and_one_place_for_it() -> None:
     """The optimizer sees one, the buffer holds its 20 elements (and padding of less than a row a rank)."""
-
-    def program(rank: int) -> tuple[int, int, int]:
-        model = build()
-        shard(model, "")
-        assert isinstance(model, FsdpModule)
-        (group,) = model.fsdp_unit.groups
-        return len(list(model.parameters())), len(group.members), group.full_numel
-
-    for parameters, members, numel in fsdp_sim.simulate(program, 2).results:
+    for parameters, members, numel in fsdp_sim.simulate(sizes, 2).results:
         assert (parameters, members) == (1, 1)
         assert 20 <= numel < 20 + 2 * 4
 
@@ -113,3 +120,18 @@ def test_a_hook_on_the_parameter_fires_once_in_each_backward() -> None:
         return fired.count(True)
 
     assert fsdp_sim.simulate(program, 2).results == [2, 2]
+
+
+def test_a_tied_parameter_that_is_sharded_once_for_each_place_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: each place counts as a parameter, with elements and gradients of its own."""
+    collect = fully_shard._collect_members
+
+    def apart(*args: Any) -> tuple[list[Member], list[nn.Parameter]]:
+        members, whole = collect(*args)
+        return [Member(each.full, [slot]) for each in members for slot in each.slots], whole
+
+    monkeypatch.setattr(fully_shard, "_collect_members", apart)
+
+    assert fsdp_sim.simulate(sizes, 2).results == [(2, 2, 2 * 20)] * 2

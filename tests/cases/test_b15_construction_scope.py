@@ -7,7 +7,8 @@ from torch import nn
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import ConfigError, FsdpModule, StateError
+from fsdp_core import ConfigError, FsdpContext, FsdpModule, StateError
+from fsdp_core.device import new_stream
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     SHARDED,
@@ -191,3 +192,18 @@ def test_a_class_that_cannot_have_a_plain_subclass_is_refused_before_anything_ch
         assert "got Registered, which cannot have one" in message
         assert "'key'" in message
         assert is_untouched
+
+
+def test_a_stream_that_is_made_at_each_use_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: what the scope should have made once nobody keeps."""
+    made = property(lambda context: new_stream(context.device), lambda _context, _stream: None)
+    monkeypatch.setattr(FsdpContext, "allgather_stream", made, raising=False)
+
+    def program(rank: int) -> None:
+        model = fill(Row("first", "second"))
+        shard(model, "first", "second", "")
+        loss_of(model(batch(rank)), rank).backward()
+
+    report = fsdp_sim.simulate(program, 2, strict=False)
+
+    assert {finding.kind for finding in report.findings} == {"Race", "CaptureUnsafe"}

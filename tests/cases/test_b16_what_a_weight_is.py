@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp_sim
 from fsdp_core import SchedulePolicy
+from fsdp_core.weights import Weights
 from tests.cases.programs import batch, fill, linear, loss_of, shard
 
 Look = tuple[str, tuple[int, ...], int, list[str]]
@@ -106,3 +107,12 @@ def test_a_module_that_lists_its_weights_a_second_time_uses_the_full_ones(device
     for rank, outputs in enumerate(fsdp_sim.simulate(program, 2).results):
         expected = build("cpu")(batch(rank))[0]
         assert all(torch.equal(each, expected) for each in outputs)
+
+
+def test_a_full_weight_that_stays_registered_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect planted: resharding frees the full weight and leaves it in the module."""
+    monkeypatch.setattr(Weights, "_register_sharded", lambda _: None)
+
+    for steps in fsdp_sim.simulate(looks, 2, args=(True,)).results:
+        kinds = [kind for step in steps for kind, _, _, _ in step]
+        assert kinds == ["sharded"] + ["full"] * 11
