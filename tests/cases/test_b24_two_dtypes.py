@@ -1,5 +1,6 @@
 """B24: a unit may hold parameters of several dtypes; each keeps its own."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -102,3 +103,19 @@ def test_what_cannot_be_sharded_is_refused_by_name_when_sharded() -> None:
         "and imaginary parts as two parameters, and torch.complex() them in the forward"
     )
     assert fsdp_sim.simulate(program, 2).results == [(message, Router)] * 2
+
+
+def test_a_unit_that_stores_all_its_parameters_in_one_dtype_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: one buffer for all, in the dtype of the first."""
+    fully_shard = importlib.import_module("fsdp_core.fully_shard")
+    monkeypatch.setattr(fully_shard, "_group_members", lambda members: [list(members)])
+
+    def program(_rank: int) -> dict[str, torch.dtype]:
+        model = Router()
+        shard(model, "", mixed_precision_policy=OWN)
+        return {name: each.dtype for name, each in model.named_parameters()}
+
+    dtypes = {"weight": torch.bfloat16, "gate": torch.bfloat16, "table": torch.int8}
+    assert fsdp_sim.simulate(program, 2).results == [dtypes] * 2

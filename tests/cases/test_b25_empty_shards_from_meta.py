@@ -1,5 +1,8 @@
 """B25: fewer rows than ranks, built on the meta device."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +11,8 @@ from torch import Tensor, nn
 
 import fsdp_sim
 from fsdp_core import ConfigError
+from fsdp_core.dbuffer import DBuffer
+from fsdp_core.uneven import Rows
 from fsdp_sim.program.model import fold
 from tests.cases.programs import Training, check_parity, integers, loss_of, shard
 
@@ -45,20 +50,21 @@ def on_meta(rows: int, world_size: int) -> Training:
     return Training(build, step, ("",), steps=2, mesh=(world_size,))
 
 
+def held(_rank: int) -> tuple[tuple[int, ...], bool]:
+    """The shape of this rank's shard of one row, and whether anything of it is on the meta device."""
+    with torch.device("meta"):
+        model = Cube(1)
+    shard(model, "")
+    (parameter,) = model.parameters()
+    local = parameter.to_local()  # type: ignore[attr-defined]
+    return tuple(local.shape), any(each.is_meta for each in (parameter, local))
+
+
 def test_the_rank_without_rows_trains_along() -> None:
     """pytorch#164554: it holds an empty shard, and nothing is left on the meta device."""
-
-    def program(rank: int) -> tuple[tuple[int, ...], bool]:
-        with torch.device("meta"):
-            model = Cube(1)
-        shard(model, "")
-        (parameter,) = model.parameters()
-        local = parameter.to_local()  # type: ignore[attr-defined]
-        return tuple(local.shape), any(each.is_meta for each in (parameter, local))
-
     check_parity(on_meta(1, 2))
 
-    assert fsdp_sim.simulate(program, 2).results == [((1, 4, 4), False), ((0, 4, 4), False)]
+    assert fsdp_sim.simulate(held, 2).results == [((1, 4, 4), False), ((0, 4, 4), False)]
 
 
 @given(st.integers(1, 5).flatmap(lambda w: st.tuples(st.integers(0, 2 * w + 1), st.just(w))))
@@ -83,3 +89,18 @@ def test_rows_without_elements_are_refused_by_name() -> None:
         "or leave it out"
     )
     assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
+def test_an_empty_shard_that_stays_on_the_meta_device_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: what has no elements is not made real."""
+    get_rows = DBuffer.get_rows
+
+    def empty_on_meta(buffer: DBuffer, *args: Any) -> Rows:
+        rows = get_rows(buffer, *args)
+        return rows if rows.local.numel() else replace(rows, local=rows.local.to("meta"))
+
+    monkeypatch.setattr(DBuffer, "get_rows", empty_on_meta)
+
+    assert fsdp_sim.simulate(held, 2).results == [((1, 4, 4), False), ((0, 4, 4), True)]

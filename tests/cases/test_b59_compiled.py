@@ -1,7 +1,10 @@
 """B59: a compiled unit's layers are in compiled graphs, and nothing falls back in silence."""
 
+import importlib
+import weakref
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -73,3 +76,22 @@ def test_the_layers_are_compiled_once_and_communicate_as_without() -> None:
     for ops, others in zip(ops_by_step(compiled), ops_by_step(eager), strict=True):
         assert gathered(ops) == gathered(others) == ["<root>", "<root>"]
         assert reduced(ops) == reduced(others) == ["<root>"]
+
+
+def test_a_unit_that_is_left_out_of_the_graphs_in_silence_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: a unit's class disables the compiler around its forward."""
+    fully_shard = importlib.import_module("fsdp_core.fully_shard")
+
+    def eager_forward(cls: Any) -> dict[str, Any]:
+        return {"forward": torch.compiler.disable(cls.forward)}
+
+    monkeypatch.setattr(fully_shard, "guarded_methods", eager_forward)
+    monkeypatch.setattr(fully_shard, "_sharded_classes", weakref.WeakKeyDictionary())
+    torch.compiler.reset()
+    backend = Backend()
+
+    check_parity(training(backend, []))
+
+    assert backend.linears == []

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Partial, Replicate
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core import FsdpMuon, Placements
+from fsdp_core import FsdpMuon, Placements, muon
 from fsdp_core.errors import UnsupportedError
+from fsdp_core.torch_private import orthogonalize
 from fsdp_sim.op import Kind
 from tests.cases.programs import (
     Tensors,
@@ -163,3 +164,17 @@ def test_a_plain_optimizer_of_whole_tensors_works_where_placements_keep_them_who
     expected = train(model, [plain(model.parameters(), lr=0.5)])
     for result in fsdp_sim.simulate(program, 2).results:
         assert_equal(result, expected)
+
+
+def test_a_matrix_whose_rows_are_orthogonalised_apart_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The defect planted: each rank's rows, 3 and 2, are taken for a matrix."""
+
+    def apart(whole: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.cat([orthogonalize(rows, *args) for rows in whole.split(3)])
+
+    monkeypatch.setattr(muon, "orthogonalize", apart)
+
+    with pytest.raises(AssertionError, match=r"p0: tensor(?s:.*) instead of"):
+        check(((5, 4),), 2)
