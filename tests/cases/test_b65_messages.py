@@ -511,6 +511,16 @@ def step_on_other_rows(rank: int) -> None:
     optimizer.step()
 
 
+def step_on_other_state(rank: int) -> None:
+    """An optimizer's step with state that has other rows than this rank holds."""
+    model, _ = two_units()
+    optimizer = fsdp_core.fully_shard_optimizer(torch.optim.Adam(last(model).parameters()))
+    step(model, rank)
+    optimizer.step()
+    optimizer.state[last(model).weight]["exp_avg"] = torch.zeros(2, 2)
+    optimizer.step()
+
+
 def reduce_late(rank: int) -> None:
     """A gradient that comes when the backward pass is over."""
     model, _ = two_units()
@@ -546,6 +556,7 @@ FAILURES = [
     copy,
     lose_on_shards,
     step_on_other_rows,
+    step_on_other_state,
     reduce_late,
     diverge,
 ]
