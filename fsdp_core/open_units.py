@@ -1,6 +1,7 @@
 """OpenUnits: the units whose backward has begun and is not over."""
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from fsdp_core.unit_protocol import Unit
@@ -33,15 +34,20 @@ class OpenUnits:
         Why that holds: the engine runs nodes in the reverse order of their making, so what a
         unit's forward made runs in one piece.
         """
-        for other in reversed(tuple(self._units)):
-            if other is not unit and other.ref not in enclosing and other in self._units:
+        for other in self._inner_first():
+            if other is not unit and other.ref not in enclosing:
                 other.leave_section()
 
     def complete(self) -> None:
         """Complete every unit that is still open, inner ones before those around them."""
+        for unit in self._inner_first():
+            unit.complete()
+
+    def _inner_first(self) -> Iterator[Unit]:
+        """Yield the open units; one that closes before its turn is passed over."""
         for unit in reversed(tuple(self._units)):
             if unit in self._units:
-                unit.complete()
+                yield unit
 
     def clear(self) -> None:
         """Forget all of them: the pass broke."""
