@@ -5,7 +5,7 @@ before, or while a unit was unsharded, holds full parameters: their gradients ar
 they are reduced, so its steps would change nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -79,24 +79,26 @@ def _owned(optimizer: Optimizer) -> Iterator[tuple[Tensor, Owner, ParameterGroup
                 yield parameter, owner, group
 
 
-def _check_added(optimizer: Optimizer, groups: Iterable[ParameterGroup]) -> None:
+def _check_added(optimizer: Optimizer, groups: Collection[ParameterGroup]) -> None:
     """Check that no gradient is one rank's own: parameters added to a sharded model are in no unit.
 
     Raises:
         ConfigError: there is such a parameter, with a gradient.
     """
-    strangers = {
-        id(parameter)
+    if not groups:
+        return
+    strangers = dict.fromkeys(
+        parameter
         for param_group in optimizer.param_groups
         for parameter in param_group["params"]
         if parameter.grad is not None and owner_of(parameter) is None
-    }
+    )
     if not strangers:
         return
     units: list[Any] = [unit for group in groups if (unit := group.unit()) is not None]
     for root in dict.fromkeys(root for unit in units for root in unit.context.roots):
         for fqn, parameter in root.named_parameters():
-            if id(parameter) in strangers:
+            if parameter in strangers:
                 msg = (
                     f"a parameter of a sharded model must be there when it is sharded, got a gradient "
                     f"for {fqn!r}, which was added later, so ranks do not reduce it; add it before "
