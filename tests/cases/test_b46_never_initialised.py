@@ -25,8 +25,8 @@ class Bare(nn.Module):
         self.gate = nn.Parameter(torch.empty(2, 2))
 
 
-def test_a_layer_is_initialised_by_its_reset_on_every_rank() -> None:
-    """NVIDIA/Megatron-LM#6799: whole, by its own reset; then it is sharded."""
+def made_real() -> torch.Tensor:
+    """The weight of a layer that was built on the meta device; memory that nobody has written is NaN."""
 
     def program(rank: int) -> Tensors:
         with torch.device("meta"):
@@ -34,11 +34,16 @@ def test_a_layer_is_initialised_by_its_reset_on_every_rank() -> None:
         shard(model, "")
         return local_rows(model)
 
-    # Memory that nobody has written is filled with NaN.
     whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
-
     weight = whole["0.weight"]
     assert weight is not None
+    return weight
+
+
+def test_a_layer_is_initialised_by_its_reset_on_every_rank() -> None:
+    """NVIDIA/Megatron-LM#6799: whole, by its own reset; then it is sharded."""
+    weight = made_real()
+
     assert torch.equal(weight, torch.full((3, 2), 7.0))
 
 
@@ -104,14 +109,6 @@ def test_a_layer_that_is_made_real_and_never_initialised_is_found(
     """The defect planted: no reset is called; memory that nobody has written is NaN."""
     monkeypatch.setattr(meta, "_reset_of", lambda _module: lambda: None)
 
-    def program(rank: int) -> Tensors:
-        with torch.device("meta"):
-            model = nn.Sequential(Sevens(2, 3, bias=False))
-        shard(model, "")
-        return local_rows(model)
+    weight = made_real()
 
-    whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
-
-    weight = whole["0.weight"]
-    assert weight is not None
     assert weight.isnan().all()
