@@ -4,6 +4,11 @@ Reading order is import order; each file imports only from those below it.
 
     fully_shard.py        fully_shard, fully_shard_context, microbatch: the entry points
     checkpoint.py         distributed checkpoint save / load; chunk metadata of uneven shards
+    full_state.py         full state dicts of rank 0, and safetensors
+    optimizer_entries.py  model_entries.py     what a checkpoint has of either, and what must fit
+    checkpoint_reader.py  reads its files, and runs nothing that they say
+    checkpoint_files.py   its directory: manifest, checksums, the swap
+    json_tensors.py       whatever is no tensor, as JSON
     optimizer.py          fully_shard_optimizer: step on local shards, refresh compute weights
     muon.py               orthogonalised optimizer computed by tensor owners
     grad_norm.py          clip_grad_norm_ over sharded, replicated and expert gradients

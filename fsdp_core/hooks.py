@@ -208,13 +208,13 @@ def _problem_of(name: str, value: Tensor, parameter: DTensor) -> str | None:
     if not isinstance(value, DTensor):
         return (
             f"load_state_dict must be given sharded entries, got a whole one for {name!r}; use "
-            f"fsdp_core.checkpoint.load_full_state_dict"
+            f"fsdp_core.full_state.load_full_state_dict"
         )
     if value.shape == parameter.shape and local_tensor(value).shape != mine.shape:
         return (
             f"load_state_dict must be given the rows that the unit holds, {tuple(mine.shape)} of "
             f"{name!r} on this rank, got {tuple(local_tensor(value).shape)}; use "
-            f"fsdp_core.checkpoint.load_full_state_dict, or load_checkpoint"
+            f"fsdp_core.full_state.load_full_state_dict, or load_checkpoint"
         )
     return None
 

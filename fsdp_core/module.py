@@ -112,8 +112,7 @@ class FsdpModule:
         if not recurse:
             return [self.fsdp_unit]
         assert isinstance(self, nn.Module)
-        units = [each.fsdp_unit for each in self.modules() if isinstance(each, FsdpModule)]
-        return list(dict.fromkeys(units))
+        return units_in(self)
 
     def register_post_backward_hook(self, callback: Callable[[nn.Module], None]) -> None:
         """Have `callback` called with the unit's first module when a backward of it is over."""
@@ -146,3 +145,9 @@ class FsdpModule:
             f"one's state, or copy the model before sharding"
         )
         raise self.context.located(StateError(msg, fqn=self.fsdp_unit.fqn))
+
+
+def units_in(module: nn.Module) -> list[ShardedUnit]:
+    """Return the units of a module and of those below it, outer ones first."""
+    units = [each.fsdp_unit for each in module.modules() if isinstance(each, FsdpModule)]
+    return list(dict.fromkeys(units))

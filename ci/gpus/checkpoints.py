@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 import fsdp_core
 from ci.gpu.process import device, one_process_group
 from ci.gpus.launch import in_fresh_processes, shared, world_sizes
-from fsdp_core.checkpoint import full_state_dict
+from fsdp_core.full_state import full_state_dict
 
 LAYERS, WIDTH, BATCH = 3, 12, 4
 STEPS = 2

@@ -120,11 +120,11 @@ def evenly(model: nn.Module) -> dict[str, torch.Tensor]:
 
 WHOLE = (
     "load_state_dict must be given sharded entries, got a whole one for 'a.weight'; use "
-    "fsdp_core.checkpoint.load_full_state_dict"
+    "fsdp_core.full_state.load_full_state_dict"
 )
 OTHER_ROWS = (
     "load_state_dict must be given the rows that the unit holds, {} of 'b.weight' on this rank, got "
-    "(1, 1); use fsdp_core.checkpoint.load_full_state_dict, or load_checkpoint"
+    "(1, 1); use fsdp_core.full_state.load_full_state_dict, or load_checkpoint"
 )
 
 

@@ -12,7 +12,7 @@ from torch.optim import Adam, Optimizer
 
 import fsdp_core
 import fsdp_sim
-from fsdp_core.checkpoint import load_full_state_dict
+from fsdp_core.full_state import load_full_state_dict
 from fsdp_sim.mutation.core_changes import changes
 from tests.cases.programs import (
     assert_equal,

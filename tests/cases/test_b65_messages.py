@@ -118,7 +118,7 @@ def texts_of(
 OF_PYTHON = {
     # what Python, pickle and PyTorch say of a wrong keyword, file and version
     "fully_shard.py": {"TypeError"},
-    "checkpoint.py": {"UnpicklingError"},
+    "checkpoint_reader.py": {"UnpicklingError"},
     "torch_private.py": {"ImportError"},
     # another rank's exception, of a class that may not travel
     "agreement.py": {"RuntimeError"},
@@ -210,18 +210,18 @@ ABOUT_NO_UNIT = {
     "fully_shard.py:_check_policy",
     "fully_shard.py:_sharded_class",
     # about what belongs to no unit: directories, entries that a model lacks, other parameters
-    "checkpoint.py:_buffer_of",
-    "checkpoint.py:_check_files",
-    "checkpoint.py:_check_full",
-    "checkpoint.py:_find",
-    "checkpoint.py:_fit_options",
-    "checkpoint.py:_held",
-    "checkpoint.py:_make_room",
-    "checkpoint.py:export_safetensors",
-    "checkpoint.py:read_metadata",
+    "checkpoint_files.py:check_files",
+    "checkpoint_files.py:find",
+    "checkpoint_files.py:make_room",
+    "checkpoint_reader.py:buffer_of",
+    "checkpoint_reader.py:read_metadata",
+    "full_state.py:_check_full",
+    "full_state.py:export_safetensors",
     "muon.py:_assign",
     "optimizer.py:_check_class",
     "optimizer.py:_find",
+    "optimizer_entries.py:_held",
+    "optimizer_entries.py:fit_options",
     "plain_optimizer.py:not_elementwise",
     # about several units, which the text names
     "agreement.py:agree_on_events",

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp_core
-from fsdp_core import ConfigError, MixedPrecisionPolicy, Placements
-from fsdp_core import checkpoint as checkpoints
+from fsdp_core import ConfigError, MixedPrecisionPolicy, Placements, full_state
+from fsdp_core import checkpoint_files as files
+from fsdp_core.checkpoint_reader import PlainReader, PlainUnpickler
 from fsdp_core.errors import UnsupportedError
 from tests.cases.programs import (
     SHARDED,
@@ -316,14 +317,14 @@ def test_states_of_modules_come_back(tmp_path: Path) -> None:
         train(model, optimizer, range(3))
         model.inner.factor = torch.tensor([4.0])
         fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
-        full = checkpoints.full_state_dict(model)
+        full = full_state.full_state_dict(model)
         seen = []
         for way in ("checkpoint", "full"):
             other, other_optimizer = counting()
             if way == "checkpoint":
                 fsdp_core.load_checkpoint(other, other_optimizer, tmp_path / "saved")
             else:
-                checkpoints.load_full_state_dict(other, full if rank == 0 else None)
+                full_state.load_full_state_dict(other, full if rank == 0 else None)
             assert_equal(local_rows(other), local_rows(model))
             seen.append((other.calls, other.inner.factor.item()))
         return seen
@@ -337,7 +338,7 @@ def test_a_state_that_is_no_tensor_is_not_exported_as_safetensors(tmp_path: Path
     def body(_rank: int) -> None:
         model, _ = counting()
         with pytest.raises(UnsupportedError, match=r"holds tensors alone, got a dict for '_extra"):
-            checkpoints.export_safetensors(model, tmp_path / "model.safetensors")
+            full_state.export_safetensors(model, tmp_path / "model.safetensors")
 
     on_ranks(body, 2)
 
@@ -357,11 +358,11 @@ def damage(directory: Path, how: str) -> None:
         contents[len(contents) // 2] ^= 1
         victim.write_bytes(bytes(contents))
     elif how == "manifest":
-        (directory / checkpoints.MANIFEST).write_text("{")
+        (directory / files.MANIFEST).write_text("{")
     else:
-        manifest = json.loads((directory / checkpoints.MANIFEST).read_text())
+        manifest = json.loads((directory / files.MANIFEST).read_text())
         manifest["format"] = 99
-        (directory / checkpoints.MANIFEST).write_text(json.dumps(manifest))
+        (directory / files.MANIFEST).write_text(json.dumps(manifest))
 
 
 def refused(
@@ -410,7 +411,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
 def test_a_file_that_breaks_while_it_is_read_leaves_everything_as_it_was(tmp_path: Path) -> None:
     """Its checksum is right, and its last tensor cannot be understood: no rank loads the others."""
     save(tmp_path / "saved")
-    stored = checkpoints._PlainReader(tmp_path / "saved").read_metadata().storage_data
+    stored = PlainReader(tmp_path / "saved").read_metadata().storage_data
     tensors = [place for index, place in stored.items() if "optimizer.state" in index.fqn]
     last = max(tensors, key=lambda place: (place.relative_path, place.offset))
     victim = tmp_path / "saved" / last.relative_path
@@ -434,9 +435,9 @@ def test_a_file_that_breaks_while_it_is_read_leaves_everything_as_it_was(tmp_pat
 
 def put_in_manifest(file: Path) -> None:
     """Let the manifest have a file's present size and checksum."""
-    path = file.parent / checkpoints.MANIFEST
+    path = file.parent / files.MANIFEST
     manifest = json.loads(path.read_text())
-    manifest["files"][file.name] = [file.stat().st_size, checkpoints.checksum(file)]
+    manifest["files"][file.name] = [file.stat().st_size, files.checksum(file)]
     path.write_text(json.dumps(manifest))
 
 
@@ -451,7 +452,7 @@ def test_weights_of_another_dtype_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
         whole = fill(Tied()).state_dict() if rank == 0 else None
-        checkpoints.load_full_state_dict(model, whole)
+        full_state.load_full_state_dict(model, whole)
         return str(caught.value), [each.dtype for each in model.parameters()]
 
     for message, dtypes in on_ranks(body, 2):
@@ -605,7 +606,7 @@ class Bomb:
 def test_loading_runs_no_code_of_the_file(tmp_path: Path) -> None:
     """Metadata that names anything else than its own classes is refused, not run."""
     save(tmp_path / "saved")
-    path = tmp_path / "saved" / checkpoints.METADATA
+    path = tmp_path / "saved" / files.METADATA
     path.write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
     put_in_manifest(path)
 
@@ -628,9 +629,9 @@ def test_metadata_may_name_members_of_its_enums_in_the_way_of_every_python() -> 
     member = MEMORY_FORMATS.TORCH_CONTIGUOUS_FORMAT
 
     for way in (member, Attribute(MEMORY_FORMATS, member.name)):
-        assert checkpoints._PlainUnpickler(BytesIO(pickle.dumps(way))).load() is member
+        assert PlainUnpickler(BytesIO(pickle.dumps(way))).load() is member
     with pytest.raises(pickle.UnpicklingError, match="is no part of checkpoint metadata"):
-        checkpoints._PlainUnpickler(BytesIO(pickle.dumps(Attribute(torch.Size, "numel")))).load()
+        PlainUnpickler(BytesIO(pickle.dumps(Attribute(torch.Size, "numel")))).load()
 
 
 # ---------------------------------------------------------------------- whole models
@@ -642,15 +643,15 @@ def test_a_full_state_dict_goes_out_and_in(tmp_path: Path) -> None:
 
     def out(_rank: int) -> dict[str, Tensor]:
         model, _, _ = build()
-        return checkpoints.full_state_dict(model)
+        return full_state.full_state_dict(model)
 
     def back(rank: int) -> dict[str, Tensor]:
         model, _, _ = build(units=(("first", "third", "second"),), mesh=(3,))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(9.0)
-        checkpoints.load_full_state_dict(model, whole if rank == 0 else None)
-        return checkpoints.full_state_dict(model)
+        full_state.load_full_state_dict(model, whole if rank == 0 else None)
+        return full_state.full_state_dict(model)
 
     whole, empty = on_ranks(out, 2)
     again = on_ranks(back, 3)[0]
@@ -669,7 +670,7 @@ def test_a_full_state_dict_with_other_entries_is_refused_on_every_rank() -> None
         model, _, _ = build()
         wrong = {"first.weight": torch.ones(5, 2)} if rank == 0 else None
         with pytest.raises(ConfigError) as caught:
-            checkpoints.load_full_state_dict(model, wrong)
+            full_state.load_full_state_dict(model, wrong)
         return str(caught.value)
 
     messages = on_ranks(body, 2)
@@ -704,7 +705,7 @@ def test_a_full_state_dict_of_anything_but_whole_tensors_is_refused_on_every_ran
         sharded = model.state_dict()["second.bias"]
         wrong = {**Tied().state_dict(), "second.bias": sharded if entry is DTensor else entry}
         with pytest.raises(ConfigError) as caught:
-            checkpoints.load_full_state_dict(model, wrong if rank == 0 else None)
+            full_state.load_full_state_dict(model, wrong if rank == 0 else None)
         assert_equal(local_rows(model), before)
         return str(caught.value)
 
@@ -720,7 +721,7 @@ def test_a_model_is_exported_as_safetensors(tmp_path: Path) -> None:
 
     def body(_rank: int) -> None:
         model, _, _ = build()
-        checkpoints.export_safetensors(model, tmp_path / "model.safetensors")
+        full_state.export_safetensors(model, tmp_path / "model.safetensors")
 
     on_ranks(body, 2)
 
@@ -737,7 +738,7 @@ def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path
     def body(_rank: int) -> str:
         model, _, _ = build()
         with pytest.raises(Exception, match="nowhere") as caught:
-            checkpoints.export_safetensors(model, tmp_path / "nowhere" / "model.safetensors")
+            full_state.export_safetensors(model, tmp_path / "nowhere" / "model.safetensors")
         return str(caught.value)
 
     messages = on_ranks(body, 2)

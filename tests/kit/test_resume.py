@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core import checkpoint
+from fsdp_core import checkpoint_files
 from fsdp_core.unit import ShardedUnit
 from fsdp_sim.errors import ParityError
 from fsdp_sim.mutation.change import replaced
@@ -47,7 +47,7 @@ def test_a_program_that_saves_has_the_same_digest_each_time(
     """Whatever the checksums are: a file's name and a random identifier go into them."""
     digests = []
     for checksum in (1, 2**32 - 1):
-        monkeypatch.setattr(checkpoint, "checksum", lambda _path, value=checksum: value)
+        monkeypatch.setattr(checkpoint_files, "checksum", lambda _path, value=checksum: value)
         digests.append(verify(resumed(), trace=True).trace.digest)
 
     assert digests[0] == digests[1]
