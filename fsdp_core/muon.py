@@ -5,7 +5,7 @@ one rank that holds part of it, orthogonalised there, and scattered again. The r
 `torch.optim.Muon` on one process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.gather_scatter import gather_to_owners, scatter_from_owners
 from fsdp_core.module import complete_gradients, refuse_closure
 from fsdp_core.owner_planning import (
+    Holder,
     OwnerPlan,
     assign_owners,
     list_holders,
@@ -57,8 +58,8 @@ class Buffer:
 class FsdpMuon(Muon):
     """Muon over sharded matrices; takes the arguments of `torch.optim.Muon`, and a cost.
 
-    Owners are chosen once, so that the cost of all matrices is even. Which parameters have gradients
-    must be the same on all ranks.
+    Owners are chosen once, so that the cost of the matrices that are spread over the same ranks is
+    even. Which parameters have gradients must be the same on all ranks.
 
     Args:
         params: sharded 2-D parameters, or groups of them.
@@ -173,19 +174,22 @@ def _assign(optimizer: FsdpMuon, cost: Cost) -> list[Buffer]:
                 )
                 raise UnsupportedError(msg, fqn=fqn)
             by_group.setdefault(found, {})[found.index_of(parameter)] = parameter
-    load: dict[int, int] = {}
+    # Apart for each set of ranks: what others do elsewhere is not known to all of them.
+    loads: dict[tuple[int, ...], Mapping[int, int]] = {}
     buffers = []
     for found, parameters in by_group.items():
+        holders = _holders(found)
+        ranks = tuple(sorted(each.rank for each in holders))
         assignment = assign_owners(
-            found.layout, _holders(found), sorted(parameters), cost=cost, load=load
+            found.layout, holders, sorted(parameters), cost=cost, load=loads.get(ranks)
         )
-        load = dict(assignment.load)
+        loads[ranks] = assignment.load
         ordered = {index: parameters[index] for index in sorted(parameters)}
         buffers.append(Buffer(found, ordered, dict(assignment.owners), _process_group(found)))
     return buffers
 
 
-def _holders(group: ParameterGroup) -> Any:
+def _holders(group: ParameterGroup) -> tuple[Holder, ...]:
     buffer = group.main_weight
     axes = buffer.axes
 

@@ -1,5 +1,6 @@
 """FsdpMuon: the bits of torch.optim.Muon, wherever the rows are."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.cases.programs import (
     linear,
     local_rows,
     loss_of,
+    mesh_of,
     put_together,
     shard,
 )
@@ -42,9 +44,11 @@ def step(model: nn.Module, rank: int, number: int, scale: float = 1.0) -> None:
     (loss_of(y, rank) * scale).backward()
 
 
-def reference(world_size: int, steps: int) -> dict[str, Tensor | None]:
+def reference(
+    world_size: int, steps: int, make: Callable[[], nn.Module] = build
+) -> dict[str, Tensor | None]:
     """The weights of torch.optim.Muon on one process."""
-    model = build()
+    model = make()
     optimizer = torch.optim.Muon(model.parameters(), **OPTIONS)
     for number in range(steps):
         for rank in range(world_size):
@@ -86,6 +90,34 @@ def test_every_layout_gives_the_bits_of_one_process(
 
     expected = unsharded(lambda: reference(world_size, 2))
     for weights in on_ranks(body, world_size):
+        assert_equal(weights, expected)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize(
+    ("mesh", "placements"), [((4,), Placements((0,), (R,), (P,), (R,))), ((2, 2), HSDP)]
+)
+def test_units_of_two_strategies_give_the_bits_of_one_process(
+    mesh: tuple[int, ...], placements: Placements
+) -> None:
+    """What a rank computes for the copies of a unit that others have too moves no owner elsewhere."""
+    need_point_to_point()
+
+    def squares() -> nn.Module:
+        return fill(nn.Sequential(linear(4, 4), linear(4, 4)))
+
+    def body(rank: int) -> dict[str, Tensor | None]:
+        model = squares()
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(model.get_submodule("0"), mesh_of(*mesh), placements)
+            fsdp_core.fully_shard(model, mesh_of(4), SHARDED)
+        optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
+        step(model, rank, 0)
+        optimizer.step()
+        return whole(model)
+
+    expected = unsharded(lambda: reference(4, 1, squares))
+    for weights in on_ranks(body, 4):
         assert_equal(weights, expected)
 
 
