@@ -13,6 +13,7 @@ Reading order is import order; each file imports only from those below it.
     muon.py               orthogonalised optimizer computed by tensor owners
     grad_norm.py          clip_grad_norm_ over sharded, replicated and expert gradients
     plain_optimizer.py    optimizers that were not made sharded: checked at their steps
+    grad_scaling.py       torch.amp.GradScaler: what one rank finds, all find
     hooks.py              module and autograd hooks: they call the verbs of unit.py, decide nothing
     meta.py               parameters on the meta device: made real, each module reset once
     module.py             FsdpModule: what fully_shard adds to a module's class

@@ -22,6 +22,7 @@ from fsdp_core.errors import (
     UnsupportedError,
     check_type,
 )
+from fsdp_core.grad_scaling import watch_scalers
 from fsdp_core.hooks import guarded_methods, install_hooks
 from fsdp_core.meta import own_modules, real_parameters
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
@@ -204,6 +205,7 @@ def fully_shard(
         each.fsdp_unit = unit
     install_hooks(unit, modules)
     watch_optimizers()
+    watch_scalers()
     for each in modules:
         context.register_module(each, unit)
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ConfigError
 from fsdp_core.module import complete_gradients
+from fsdp_core.placement import copies_of
 from fsdp_core.torch_private import local_tensor, norms_of
 
 # As in torch.nn.utils.clip_grad_norm_: added once to the whole norm, so that 0 can be divided by.
@@ -74,10 +75,10 @@ def _check_numbers(max_norm: float, norm_type: float) -> None:
 def _norm_over_ranks(
     grads: list[Tensor], locals_: list[Tensor], norm_type: float, device: torch.device
 ) -> Tensor:
-    by_copies: dict[float, list[Tensor]] = {}
+    by_copies: dict[int, list[Tensor]] = {}
     for whole, local in zip(grads, locals_, strict=True):
         if local.numel():
-            by_copies.setdefault(_copies(whole), []).append(local)
+            by_copies.setdefault(copies_of(whole), []).append(local)
     norms = {copies: norms_of(held, norm_type) for copies, held in by_copies.items()}
     total = torch.zeros((), device=device)
     if math.isinf(norm_type):
@@ -89,17 +90,3 @@ def _norm_over_ranks(
         total = total + each.pow(norm_type).sum() / copies
     dist.all_reduce(total)
     return total.pow(1.0 / norm_type)
-
-
-def _copies(grad: Tensor) -> float:
-    """Return how many ranks hold each element of a gradient."""
-    if not isinstance(grad, DTensor):
-        return float(dist.get_world_size())
-    sizes = grad.device_mesh.shape
-    return float(
-        math.prod(
-            size
-            for size, placement in zip(sizes, grad.placements, strict=True)
-            if isinstance(placement, Replicate)
-        )
-    )

@@ -4,12 +4,15 @@ Sharded axes are always a suffix of the mesh's axes, so that each rank's piece i
 range (see `GlobalLayout.get_rank_range` for the order of the pieces).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_core.errors import ConfigError, ConfigTypeError, UnsupportedError
@@ -199,6 +202,14 @@ def _resolve_axis(axis: int | str, ndim: int, axis_names: Sequence[str] | None) 
 def is_sharded(placement: Placement) -> bool:
     """Whether a placement divides the buffer (any kind of Shard)."""
     return isinstance(placement, Shard)
+
+
+def copies_of(tensor: Tensor) -> int:
+    """Return how many ranks hold each element of a tensor; all of them hold one that is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size()
+    axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in axes if isinstance(placement, Replicate))
 
 
 def check_placements(placements: Sequence[Placement], *, role: str = "placements") -> None:

@@ -6,7 +6,7 @@ file asks for a version.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.amp import GradScaler
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
@@ -156,6 +157,28 @@ def any_post_accumulate_hooks(tensors: Iterable[Tensor]) -> bool:
 def optimizer_step_pre_hooks() -> list[Callable[..., Any]]:
     """Return what was registered with `register_optimizer_step_pre_hook`, in order."""
     return list(optimizer._global_optimizer_pre_hooks.values())
+
+
+_UNSCALES_THROUGH = "_fsdp_core_unscales_through"
+
+
+def unscale_through(unscale: Callable[[optimizer.Optimizer, Callable[[Any], Any]], Any]) -> None:
+    """Have `unscale` called where a GradScaler unscales gradients, with the optimizer and PyTorch's way.
+
+    Both return what was found on each device. Why no hook: PyTorch has none there.
+
+    Source: GradScaler._unscale_grads_, torch 2.11 and 2.13.
+    """
+    own: Any = GradScaler._unscale_grads_
+    if hasattr(own, _UNSCALES_THROUGH):
+        return
+
+    @wraps(own)
+    def through(scaler: GradScaler, holder: optimizer.Optimizer, *args: Any) -> Any:
+        return unscale(holder, lambda other: own(scaler, other, *args))
+
+    setattr(through, _UNSCALES_THROUGH, unscale)
+    GradScaler._unscale_grads_ = through  # type: ignore[method-assign, assignment]
 
 
 def norms_of(tensors: list[Tensor], norm_type: float) -> Tensor:

@@ -44,7 +44,7 @@ def test_the_largest_element_is_4_on_every_rank() -> None:
 
 def test_a_copy_that_counts_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect planted: the expert's element is added once on each of two replicas."""
-    monkeypatch.setattr(grad_norm, "_copies", lambda _grad: 1.0)
+    monkeypatch.setattr(grad_norm, "copies_of", lambda _grad: 1)
 
     norms = fsdp_sim.simulate(norm_of_both, 4).results
 

@@ -26,7 +26,7 @@ from tests.cases.programs import (
     put_together,
     shard,
 )
-from tests.core.worlds import device_type, on_ranks, unsharded, world_size
+from tests.core.worlds import on_ranks, unsharded, world_size
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -486,36 +486,6 @@ def test_units_that_did_not_run_are_not_stepped() -> None:
         return optimizer
 
     train(OPTIMIZERS["SGD"], body)
-
-
-@pytest.mark.everywhere
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_may_be_scaled(dtype: torch.dtype) -> None:
-    """GradScaler unscales shards, sees an overflow of one rank on all, and skips the step."""
-    ranks = world_size(2)
-
-    def body(rank: int) -> tuple[list[float], dict[str, Tensor | None]]:
-        policy = MixedPrecisionPolicy(compute_dtype=dtype)
-        shard(model := fill(linear()), "", mesh=(ranks,), mixed_precision_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        fsdp_core.fully_shard_optimizer(optimizer)
-        scaler = torch.amp.GradScaler(device_type(), init_scale=4.0, growth_interval=100)
-        scales = []
-        for number in range(2):
-            loss = loss_of(model(batch(rank, number).to(dtype)).float(), rank)
-            if number == 0 and rank == ranks - 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            optimizer.zero_grad()
-        return scales, local_rows(model)
-
-    results = on_ranks(body, ranks)
-
-    assert [scales for scales, _ in results] == [[2.0, 2.0]] * ranks
-    check_one_step([rows for _, rows in results], 1)
 
 
 # ---------------------------------------------------------------------- refusals
