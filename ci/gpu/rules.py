@@ -260,6 +260,21 @@ def _(bench: Bench) -> float:
     return seen
 
 
+@rule("a callback of a Future is behind the collective", is_ordered=True)
+def _(bench: Bench) -> float:
+    target, work = _collective(bench, is_async=True)
+    seen = work.get_future().then(lambda _: target[-1:].clone())
+    return seen.wait().item()
+
+
+@rule("a callback of a Future is not behind what came after the collective", is_ordered=False)
+def _(bench: Bench) -> float:
+    future = dist.all_reduce(bench.y, async_op=True).get_future()
+    bench.slow()
+    bench.x.fill_(1)
+    return future.then(lambda _: bench.x[-1:].clone()).wait().item()
+
+
 @rule("a barrier is no wait for a side stream", is_ordered=False)
 def _(bench: Bench) -> float:
     bench.write_late()

@@ -13,7 +13,8 @@ from fsdp_sim.checkers.device_graph import Launch
 from fsdp_sim.engine import patches
 from fsdp_sim.engine.machine import Machine
 from fsdp_sim.engine.meeting import Part
-from fsdp_sim.engine.streams import is_done, new_stream, set_stream
+from fsdp_sim.engine.streams import is_done, new_stream, record_stream, set_stream
+from fsdp_sim.engine.tensors import tensors_in
 from fsdp_sim.op import Kind
 
 WORKS_LOOKED_AT = 32
@@ -141,16 +142,29 @@ class Work(dist.Work):
 
 
 class WorkFuture(Future):  # type: ignore[type-arg]
-    """A completed Future that carries the events of the work behind it."""
+    """A completed Future that carries the events of the work behind it.
+
+    Attributes:
+        events: recorded behind the work.
+        tensors: those of its value.
+    """
 
     events: list[int]
     machine: Machine
+    tensors: tuple[Tensor, ...] = ()
+
+    def set_result(self, result: Any) -> None:
+        """Take the value."""
+        self.tensors = tuple(filter(patches.has_storage, tensors_in(result)))
+        super().set_result(result)
 
     def join(self) -> None:
-        """Order the current stream after the work."""
+        """Order the current stream after the work, and protect the value's memory until it is done there."""
         stream = self.machine.current_stream_id()
         for event in self.events:
             self.machine.emit(Kind.WAIT_EVENT, "future.wait", stream, other=event)
+        for tensor in self.tensors:
+            record_stream(tensor, self.machine.stream)
 
     def wait(self) -> Any:
         """Join the current stream and return the value."""
@@ -163,13 +177,11 @@ class WorkFuture(Future):  # type: ignore[type-arg]
         self.then(callback)
 
     def then(self, callback: Any) -> Any:
-        """Run ``callback`` on a stream of its own, after the work; return its Future."""
+        """Run ``callback`` on a stream of its own, after the work alone; return its Future."""
         machine = self.machine
         stream, outer = new_stream("future.then"), machine.stream
-        stream_id, outer_id = machine.stream_id(stream), machine.stream_id(outer)
         chained = WorkFuture()
         chained.machine = machine
-        machine.emit(Kind.WAIT_STREAM, "future.then", stream_id, other=outer_id)
         set_stream(machine, stream)
         try:
             self.join()
@@ -179,6 +191,7 @@ class WorkFuture(Future):  # type: ignore[type-arg]
         finally:
             set_stream(machine, outer)
         chained.events = [machine.new_event_id()]
+        stream_id = machine.stream_id(stream)
         machine.emit(Kind.RECORD_EVENT, "future.then", stream_id, other=chained.events[0])
         return chained
 

@@ -208,6 +208,46 @@ def test_a_callback_of_a_future_runs_on_a_stream_of_its_own() -> None:
         fsdp_sim.simulate(lambda rank: program(rank, waits=False), 2)
 
 
+def test_a_callback_is_behind_the_collective_alone() -> None:
+    """What the program has launched since is no concern of the stream that it runs on."""
+
+    def program(rank: int, *, before: bool) -> float:
+        value, other = torch.ones(2), torch.zeros(2)
+        if before:
+            other.fill_(1)
+        future = async_sum(value).get_future()
+        if not before:
+            other.fill_(1)
+        total = future.then(lambda each: (each.value()[0] + other).sum())
+        return total.wait().item()
+
+    assert fsdp_sim.simulate(lambda rank: program(rank, before=True), 2).results == [6.0, 6.0]
+    with pytest.raises(fsdp_sim.Race, match=r"'add.*may still write"):
+        fsdp_sim.simulate(lambda rank: program(rank, before=False), 2)
+
+
+def test_a_future_protects_its_value_on_the_stream_that_waits() -> None:
+    """Its memory is used again only when that stream is done, as after ``record_stream``."""
+
+    def program(rank: int, *, by_future: bool) -> float:
+        side, main = torch.cpu.Stream(), torch.cpu.current_stream()
+        value = torch.ones(2)
+        work = async_sum(value)
+        future = work.get_future()
+        with torch.cpu.stream(side):
+            (future if by_future else work).wait()
+            total = value.sum()
+        (future if by_future else work).wait()
+        del value, future, work
+        torch.zeros(2)
+        main.wait_stream(side)
+        return total.item()
+
+    assert fsdp_sim.simulate(lambda rank: program(rank, by_future=True), 2).results == [4.0, 4.0]
+    with pytest.raises(fsdp_sim.UseAfterFree):
+        fsdp_sim.simulate(lambda rank: program(rank, by_future=False), 2)
+
+
 def test_an_exception_in_a_callback_comes_out_of_its_future() -> None:
     """As itself."""
 
