@@ -637,6 +637,12 @@ PROFILER = torch.autograd.profiler
 PROFILER_STARTS, PROFILER_END = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 """What PyTorch's profiler calls when it begins to warm up or record, and when it ends."""
 
+OWNERS_OF_EXECUTORS = tuple(
+    importlib.import_module(f"torch.distributed.checkpoint.{module}")
+    for module in ("_async_thread_executor", "staging")
+)
+"""Where ``async_save`` makes the executors of its threads."""
+
 STARTERS_OF_PROCESSES = (
     torch.multiprocessing,
     importlib.import_module("torch.multiprocessing.spawn"),

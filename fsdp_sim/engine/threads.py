@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +12,38 @@ from fsdp_sim.engine import patches
 from fsdp_sim.engine.machine import LOCAL, Machine
 from fsdp_sim.engine.task import Thread
 from fsdp_sim.engine.tensors import tensors_in
-from fsdp_sim.errors import UnseenThread
+from fsdp_sim.errors import InjectedCrash, UnseenThread, Unwind
 
 
 def install(undo: patches.Patches) -> None:
-    """Watch every thread that a rank starts."""
+    """Watch every thread that a rank starts, and let those of ``async_save`` be the rank itself."""
     undo.wrap(Thread, "start", _watching)
+    for module in patches.OWNERS_OF_EXECUTORS:
+        undo.wrap(module, "ThreadPoolExecutor", _at_once_in_ranks)
+
+
+def _at_once_in_ranks(original: Callable[..., Executor]) -> Callable[..., Executor]:
+    @functools.wraps(original)
+    def executor(*args: Any, **kwargs: Any) -> Executor:
+        machine = machines.current()
+        return original(*args, **kwargs) if machine is None else _AtOnce()
+
+    return executor
+
+
+class _AtOnce(Executor):
+    """Does what it is given before it returns, as a thread may that is fast."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Call the function; return its Future, which is done."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except (Unwind, InjectedCrash):
+            raise
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
 def _watching(original: Callable[..., None]) -> Callable[..., None]:

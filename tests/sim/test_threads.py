@@ -3,12 +3,17 @@
 import threading  # noqa: TID251  threads of a program are what is tested
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import fsdp_sim
 
@@ -86,3 +91,43 @@ def test_a_thread_that_no_rank_started_is_left_alone() -> None:
     in_thread(lambda: values.append(torch.ones(2).sum().item()))
 
     assert values == [2.0]
+
+
+@pytest.mark.parametrize("is_staged_aside", [False, True])
+@pytest.mark.parametrize("knobs", [(), ("cuda",)])
+def test_a_checkpoint_is_saved_asynchronously(
+    tmp_path: Path, knobs: tuple[str, ...], is_staged_aside: bool
+) -> None:
+    """What is saved is what the weights were at the call; the program may go on training meanwhile."""
+
+    def program(rank: int) -> list[float]:
+        if knobs:
+            torch.cuda.set_device(rank)
+        weight = torch.ones(2, device="cuda" if knobs else "cpu") * (rank + 1)
+        state = {f"weight of rank {rank}": weight}
+        options = StagingOptions(False, False, is_staged_aside, False)
+        saving: Any = async_save(
+            state, checkpoint_id=tmp_path / "saved", async_stager=DefaultStager(options)
+        )
+        if is_staged_aside:
+            saving.staging_completion.result()
+        weight.zero_()
+        (saving.upload_completion if is_staged_aside else saving).result()
+        load(state, checkpoint_id=tmp_path / "saved")
+        return weight.tolist()
+
+    assert fsdp_sim.simulate(program, 2, knobs=knobs).results == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_what_fails_in_an_asynchronous_save_comes_out_of_its_future(tmp_path: Path) -> None:
+    """As itself, where the program asks for the result."""
+
+    def program(rank: int) -> str:
+        (tmp_path / "a file").touch()
+        folder = tmp_path / "a file" / "saved"
+        saving: Any = async_save({"weight": torch.ones(2)}, checkpoint_id=folder)
+        with pytest.raises(CheckpointException) as caught:
+            saving.result()
+        return str(caught.value)
+
+    assert "NotADirectoryError" in fsdp_sim.simulate(program, 1).results[0]
