@@ -1,6 +1,7 @@
 """Strategies: each trains as the unsharded model, and exchanges what its placements need, no more."""
 
 import itertools
+from collections import Counter
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,9 +15,11 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 import fsdp_core
+import fsdp_sim
 from fsdp_core import (
     BlockAtomic,
     ConfigError,
+    FsdpContext,
     FsdpModule,
     Placements,
     RuntimePolicy,
@@ -25,10 +28,8 @@ from fsdp_core import (
 from tests.cases.programs import (
     SHARDED,
     Row,
-    Training,
     assert_equal,
     batch,
-    check_values,
     fill,
     integers,
     linear,
@@ -48,36 +49,35 @@ from tests.core.strategies import (
     reference,
     whole_by_name,
 )
-from tests.core.worlds import device_type, on_ranks, world_size
+from tests.core.worlds import device_type, on_ranks, unsharded, world_size
+
+REDUCE = "fsdp_core::reduce_gradients"
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_as_the_unsharded_model(
-    name: str, microbatches: int, *, set_to_none: bool
-) -> None:
-    """Two steps, accumulated or not, whichever way gradients are zeroed: the same bits."""
+def test_every_strategy_trains_as_the_unsharded_model(name: str, microbatches: int) -> None:
+    """Five steps, accumulated or not, gradients zeroed in place at first and dropped later: the same bits."""
+
+    def build() -> nn.Module:
+        return fill(Row(a=linear(5, 2), b=linear(2, 5)))
 
     def body(rank: int) -> dict[str, Tensor | None]:
-        model = fill(nn.Sequential(linear(5, 2), linear(2, 5)))
-        context = shard(model, "0", "1", "", mesh=mesh_shape(name), placements=placements_of(name))
+        model = build()
+        context = shard(model, "a", "b", "", mesh=mesh_shape(name), placements=placements_of(name))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         fsdp_core.fully_shard_optimizer(optimizer)
-        for number in range(2):
+        for number in range(5):
             for micro in range(microbatches):
                 with fsdp_core.microbatch(context, is_last=micro == microbatches - 1):
                     y = model(batch(rank, number * microbatches + micro))
                     loss_of(y, rank).backward()
             optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad(set_to_none=number >= 2)
         return whole_by_name(model)
 
-    def build() -> nn.Module:
-        return fill(nn.Sequential(linear(5, 2), linear(2, 5)))
-
-    expected = reference(build, world_size(4), 2, microbatches)
+    expected = reference(build, world_size(4), 5, microbatches)
     for weights in on_ranks(body, world_size(4)):
         assert_equal(weights, dict(expected))
 
@@ -185,24 +185,67 @@ def test_collectives_of_a_window_of_three_microbatches(
     assert on_ranks(body, world_size(4)) == [expected] * world_size(4)
 
 
-@pytest.mark.everywhere
-@pytest.mark.parametrize("policy", [{}, {"overlap_outer_communication": True}])
-def test_the_outer_reduction_may_have_a_stream_of_its_own(policy: dict[str, bool]) -> None:
-    """The values are the same, and nothing is unordered."""
+OUTER = ("no_shard_2d", "hsdp", "hfsdp", "zero_1_outer_zero_2_inner")
+"""Strategies whose windows end with a reduction over the outer axis."""
 
-    def build() -> nn.Module:
-        return fill(Row("a", "b"))
 
-    check_values(
-        Training(
-            build,
-            lambda model, rank, number: loss_of(model(batch(rank, number)), rank).backward(),
-            ("a", "b", ""),
-            steps=2,
-            mesh=mesh_shape("hsdp"),
-            options={"runtime_policy": RuntimePolicy(**policy)},
-        )
+def accumulate(model: nn.Module, rank: int, name: str) -> FsdpContext:
+    """Two steps of three microbatches, with a stream for outer reductions."""
+    policy = RuntimePolicy(overlap_outer_communication=True)
+    context = shard(
+        model,
+        *("a", "b"),
+        mesh=mesh_shape(name),
+        placements=placements_of(name),
+        runtime_policy=policy,
     )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fsdp_core.fully_shard_optimizer(optimizer)
+    for number in range(6):
+        with fsdp_core.microbatch(context, is_last=number % 3 == 2):
+            loss_of(model(batch(rank, number)), rank).backward()
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return context
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", OUTER)
+def test_the_outer_reduction_may_have_a_stream_of_its_own(name: str) -> None:
+    """Microbatches are accumulated, the values are the same, and nothing is unordered."""
+
+    def body(rank: int) -> dict[str, Tensor | None]:
+        accumulate(model := fill(Row("a", "b")), rank, name)
+        return whole_by_name(model)
+
+    expected = reference(lambda: fill(Row("a", "b")), world_size(4), 2, 3)
+    for weights in on_ranks(body, world_size(4)):
+        assert_equal(weights, dict(expected))
+
+
+@pytest.mark.parametrize("name", ["hsdp", "hfsdp", "zero_1_outer_zero_2_inner"])
+def test_reductions_run_on_the_stream_of_their_axis(name: str) -> None:
+    """Over the inner axis once for each microbatch and unit, over the outer one once for each window."""
+
+    def body(rank: int) -> dict[int, str]:
+        context = accumulate(fill(Row("a", "b")), rank, name)
+        names = ("allgather_stream", "inner_reduction_stream", "outer_reduction_stream")
+        return {getattr(context, each).stream_id: each for each in names}
+
+    report = fsdp_sim.simulate(body, 4, trace=True)
+
+    for rank, names in enumerate(report.results):
+        reductions = Counter(
+            (names[op.stream], op.call.group)
+            for op in report.trace.ops
+            if op.rank == rank and op.call and (op.annotation or "").startswith(REDUCE)
+        )
+        inner, outer = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        assert reductions == {
+            ("inner_reduction_stream", inner): 12,
+            ("outer_reduction_stream", outer): 4,
+        }
 
 
 @pytest.mark.everywhere
@@ -223,54 +266,68 @@ def test_a_divisor_divides_each_contribution_once() -> None:
     assert torch.equal(torch.cat(on_ranks(body, 2)), torch.full((2, 2), 6.0))
 
 
+def tokens(rank: int, number: int) -> Tensor:
+    """The two tokens of a rank in a microbatch: the first is for expert 0, the second for expert 1."""
+    return integers(2, 2, start=rank + 3 * number)
+
+
+def expert(number: int) -> nn.Linear:
+    """The expert of that number."""
+    layer = linear()
+    with torch.no_grad():
+        layer.weight.copy_(integers(2, 2, start=number + 3))
+    return layer
+
+
 @pytest.mark.everywhere
 def test_experts_on_a_sub_mesh_train_as_on_one_process() -> None:
     """Two experts, each on two of four ranks, see the tokens of all; the dense layer is on all.
 
     An expert sums the gradients of its tokens from all ranks, so the mean over its two ranks is
-    divided by two once more.
+    divided by two once more. Two steps of two microbatches, one optimizer over both meshes.
     """
 
-    def tokens(rank: int) -> Tensor:
-        return integers(2, 2, start=rank)
-
-    def body(rank: int) -> tuple[Tensor, Tensor, int]:
+    def body(rank: int) -> list[Tensor]:
         mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("expert_dp", "ep"))
-        expert_rank = rank % 2
-        model = nn.ModuleDict({"dense": linear(), "expert": linear()})
-        fill(model["dense"])
-        with torch.no_grad():
-            model["expert"].get_parameter("weight").copy_(integers(2, 2, start=expert_rank + 3))
-        with fsdp_core.fully_shard_context():
+        model = nn.ModuleDict({"dense": fill(linear()), "expert": expert(rank % 2)})
+        with fsdp_core.fully_shard_context() as context:
             fsdp_core.fully_shard(model["dense"], mesh_of(4), SHARDED)
             fsdp_core.fully_shard(model["expert"], mesh["expert_dp"], SHARDED, grad_divisor=2)
-        y = model["dense"](tokens(rank))
-        # Token 0 goes to expert 0, token 1 to expert 1; both ranks of a pair exchange them.
-        sent = Exchange.apply(y, mesh["ep"].get_group())  # type: ignore[no-untyped-call]
-        model["expert"](sent).sum().backward()
-        dense, expert = (local_rows(model[each], grads=True)["weight"] for each in model)
-        assert dense is not None
-        assert expert is not None
-        return dense, expert, expert_rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        for number in range(4):
+            with fsdp_core.microbatch(context, is_last=number % 2 == 1):
+                y = model["dense"](tokens(rank, number))
+                # Both ranks of a pair exchange their tokens.
+                sent = Exchange.apply(y, mesh["ep"].get_group())  # type: ignore[no-untyped-call]
+                model["expert"](sent).sum().backward()
+            if number % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [each for each in local_rows(model).values() if each is not None]
 
     results = on_ranks(body, 4)
 
-    dense = fill(linear())
-    experts = [linear(), linear()]
-    for number, expert in enumerate(experts):
-        with torch.no_grad():
-            expert.weight.copy_(integers(2, 2, start=number + 3))
-    for rank in range(4):
-        y = dense(tokens(rank))
-        loss = experts[0](y[:1]).sum() + experts[1](y[1:]).sum()
-        (loss / 4).backward()
-    dense_grad = dense.get_parameter("weight").grad
-    assert dense_grad is not None
-    assert torch.equal(torch.cat([grad for grad, _, _ in results]), dense_grad)
-    for number, expert in enumerate(experts):
-        rows = [grad for _, grad, expert_rank in results if expert_rank == number]
-        assert expert.weight.grad is not None
-        assert torch.equal(torch.cat(rows), expert.weight.grad)
+    dense, experts = unsharded(train_experts)
+    assert torch.equal(torch.cat([rows for rows, _ in results]), dense)
+    for number, whole in enumerate(experts):
+        assert torch.equal(torch.cat([rows for _, rows in results[number::2]]), whole)
+
+
+def train_experts() -> tuple[Tensor, list[Tensor]]:
+    """The same on one process, with the tokens of each rank in turn: the weights."""
+    dense, experts = fill(linear()), [expert(0), expert(1)]
+    model = nn.ModuleList([dense, *experts])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for number in range(4):
+        for rank in range(4):
+            y = dense(tokens(rank, number))
+            loss = experts[0](y[:1]).sum() + experts[1](y[1:]).sum()
+            (loss / 4).backward()
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dense.get_parameter("weight").detach(), [each.weight.detach() for each in experts]
 
 
 class Exchange(torch.autograd.Function):
