@@ -20,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="simulated",
         help="simulated ranks, or the processes of the launcher that started pytest, on CPUs or GPUs",
     )
+    parser.addoption(
+        "--more-than",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on processes: leave out what N of them suffice for",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.ranks != "simulated":
         from tests.core import worlds
 
-        worlds.join_processes(config.option.ranks)
+        worlds.join_processes(config.option.ranks, more_than=config.option.more_than)
         config.option.basetemp = mkdtemp(prefix="ranks-")
 
 

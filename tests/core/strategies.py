@@ -1,17 +1,20 @@
 """Every strategy by name, the unsharded run that each is compared with, and what it exchanges."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_core import FsdpModule, Placements
-from tests.cases.programs import batch, loss_of
+from tests.cases.programs import Row, batch, fill, linear, loss_of
 from tests.core.worlds import world_size
+
+Make = Callable[[Iterable[Any]], Optimizer]
 
 R, P, S = Replicate(), Partial("avg"), Shard(0)
 STRATEGIES: dict[str, tuple[tuple[Placement, ...], ...]] = {
@@ -40,17 +43,36 @@ def mesh_shape(name: str) -> tuple[int, ...]:
     return (size,) if len(STRATEGIES[name][0]) == 1 else (outer, size // outer)
 
 
+def width_of(model: nn.Module) -> int:
+    """How many columns the inputs of a model have: those of its first weight."""
+    return next(model.parameters()).shape[-1]
+
+
+def uneven() -> nn.Module:
+    """Rows of 31, 29 and 27 elements: to pad them would take more than the weights, so shards differ."""
+    return fill(Row(a=linear(29, 31), b=linear(27, 29), c=linear(31, 27)))
+
+
+def sgd(parameters: Iterable[Any]) -> Optimizer:
+    """The plainest optimizer: weights less gradients."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 def reference(
-    build: Callable[[], nn.Module], world_size: int, steps: int, microbatches: int
+    build: Callable[[], nn.Module],
+    world_size: int,
+    steps: int,
+    microbatches: int,
+    make: Make = sgd,
 ) -> dict[str, Tensor]:
     """The weights of the unsharded run: each rank's batches in turn, gradients averaged."""
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = make(model.parameters())
     for number in range(steps):
         for micro in range(microbatches):
             for rank in range(world_size):
-                y = model(batch(rank, number * microbatches + micro))
-                loss_of(y, rank).backward()
+                x = batch(rank, number * microbatches + micro, width=width_of(model))
+                loss_of(model(x), rank).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             parameter.grad /= world_size

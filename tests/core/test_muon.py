@@ -1,20 +1,24 @@
 """FsdpMuon: the bits of torch.optim.Muon, wherever the rows are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 import fsdp_core
-from fsdp_core import ConfigError, MixedPrecisionPolicy, Placements, TensorAtomic
+from fsdp_core import BlockAtomic, ConfigError, MixedPrecisionPolicy, Placements, TensorAtomic
+from fsdp_core.muon import Cost
 from fsdp_core.owner_planning import orthogonalization_cost
 from tests.cases.programs import (
     SHARDED,
-    ZERO_1,
+    Row,
     assert_equal,
+    batch,
     fill,
     integers,
     linear,
@@ -24,114 +28,142 @@ from tests.cases.programs import (
     put_together,
     shard,
 )
-from tests.core.worlds import need_point_to_point, on_ranks, unsharded
+from tests.core.strategies import (
+    STRATEGIES,
+    mesh_shape,
+    placements_of,
+    reference,
+    uneven,
+    whole_by_name,
+    width_of,
+)
+from tests.core.worlds import need_point_to_point, on_ranks, unsharded, world_size
 
-R, P, S = Replicate(), Partial("avg"), Shard(0)
-HFSDP = Placements((0, 1), (R, S), (P, S), (S, S))
-HSDP = Placements((0, 1), (R, S), (P, S), (R, S))
-WHOLE = Placements((0,), *((TensorAtomic(),),) * 3)
 OPTIONS: dict[str, Any] = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
+BLOCKS = Placements((0,), *((BlockAtomic(2),),) * 3)
+WHOLE = Placements((0,), *((TensorAtomic(),),) * 3)
 
 
 def build() -> nn.Module:
     """Matrices of 5, 1 and 4 rows."""
-    return fill(nn.Sequential(linear(5, 4), linear(1, 5), linear(4, 1)))
+    return fill(Row(a=linear(5, 4), b=linear(1, 5), c=linear(4, 1)))
 
 
-def step(model: nn.Module, rank: int, number: int, scale: float = 1.0) -> None:
+def build_even() -> nn.Module:
+    """Matrices of 6, 2 and 4 rows."""
+    return fill(Row(a=linear(6, 4), b=linear(2, 6), c=linear(4, 2)))
+
+
+def muon(parameters: Iterable[Any]) -> Optimizer:
+    """The optimizer of one process."""
+    return torch.optim.Muon(parameters, **OPTIONS)
+
+
+def step(model: nn.Module, rank: int, number: int) -> None:
     """One forward and backward on a rank's batch."""
-    y = model(integers(2, 4, start=2 * rank + 3 * number))
-    (loss_of(y, rank) * scale).backward()
+    loss_of(model(batch(rank, number, width=width_of(model))), rank).backward()
 
 
-def reference(
-    world_size: int, steps: int, make: Callable[[], nn.Module] = build
-) -> dict[str, Tensor | None]:
-    """The weights of torch.optim.Muon on one process."""
-    model = make()
-    optimizer = torch.optim.Muon(model.parameters(), **OPTIONS)
-    for number in range(steps):
-        for rank in range(world_size):
-            step(model, rank, number, 1 / world_size)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: each.detach() for name, each in model.named_parameters()}
+def check(
+    make: Callable[[], nn.Module],
+    mesh: tuple[int, ...],
+    placements: Placements,
+    units: Sequence[str] = ("a", ""),
+    **options: Any,
+) -> None:
+    """Two steps, by default of a unit inside another, with momentum and decay, as on one process."""
+    need_point_to_point()
+    ranks = torch.Size(mesh).numel()
+
+    def body(rank: int) -> dict[str, Tensor | None]:
+        model = make()
+        shard(model, *units, mesh=mesh, placements=placements)
+        optimizer = fsdp_core.FsdpMuon(model.parameters(), **options, **OPTIONS)
+        for number in range(2):
+            step(model, rank, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_by_name(model)
+
+    expected = unsharded(lambda: reference(make, ranks, 2, 1, muon))
+    for weights in on_ranks(body, ranks):
+        assert_equal(dict(sorted(weights.items())), expected)
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize(
-    ("mesh", "placements"),
-    [
-        ((1,), SHARDED),
-        ((2,), SHARDED),
-        ((4,), SHARDED),
-        ((4,), ZERO_1),
-        ((4,), Placements((0,), (R,), (P,), (R,))),
-        ((2, 2), HSDP),
-        ((2, 2), HFSDP),
-    ],
-)
-def test_every_layout_gives_the_bits_of_one_process(
-    mesh: tuple[int, ...], placements: Placements
-) -> None:
-    """Rows on one rank, on several, on replicas: two steps with momentum and decay."""
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_gives_the_bits_of_one_process(name: str) -> None:
+    """Rows on one rank, on several, on replicas, gradients whole or not."""
+    check(build, mesh_shape(name), placements_of(name))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_few_ranks_give_the_bits_of_one_process(ranks: int) -> None:
+    """A matrix that lies whole on one rank, and one that two share."""
+    check(build, (ranks,), SHARDED)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", ["zero_1", "zero_3", "hsdp", "hfsdp"])
+def test_unequal_shards_give_the_bits_of_one_process(name: str) -> None:
+    """The layout has no padding, so ranks hold different numbers of elements."""
+    check(uneven, mesh_shape(name), placements_of(name))
+
+
+@pytest.mark.everywhere
+def test_blocks_of_rows_give_the_bits_of_one_process() -> None:
+    """Two rows stay together."""
+    check(build_even, (world_size(2),), BLOCKS)
+
+
+@pytest.mark.everywhere
+def test_the_cost_moves_owners_and_no_bit() -> None:
+    """The third matrix goes to the rank that has less to do: by rows to one, by columns to the other."""
     need_point_to_point()
-    world_size = torch.Size(mesh).numel()
+
+    def owners(_rank: int, cost: Cost) -> list[dict[int, int]]:
+        shard(model := build_even(), *"abc")
+        optimizer = fsdp_core.FsdpMuon(model.parameters(), cost=cost, **OPTIONS)
+        return [buffer.owners for buffer in optimizer.buffers]
+
+    for axis, last in ((0, 1), (1, 0)):
+        cost = partial(by_length, axis=axis)
+        assert on_ranks(partial(owners, cost=cost), 2) == [[{0: 0}, {0: 1}, {0: last}]] * 2
+        check(build_even, (2,), SHARDED, "abc", cost=cost)
+
+
+def by_length(shape: Sequence[int], axis: int) -> int:
+    """A cost that grows with rows (axis 0) or with columns (axis 1)."""
+    return shape[axis] ** 4
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_units_of_two_strategies_give_the_bits_of_one_process(name: str) -> None:
+    """What a rank computes for the copies of a unit that others have too moves no owner elsewhere."""
+    need_point_to_point()
+    ranks = world_size(4)
+
+    def squares() -> nn.Module:
+        return fill(Row(a=linear(4, 4), b=linear(4, 4)))
 
     def body(rank: int) -> dict[str, Tensor | None]:
-        model = build()
-        shard(model, "0", "", mesh=mesh, placements=placements)
+        model = squares()
+        with fsdp_core.fully_shard_context():
+            inner = model.get_submodule("a")
+            fsdp_core.fully_shard(inner, mesh_of(*mesh_shape(name)), placements_of(name))
+            fsdp_core.fully_shard(model, mesh_of(ranks), SHARDED)
         optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
         for number in range(2):
             step(model, rank, number)
             optimizer.step()
             optimizer.zero_grad()
-        return whole(model)
+        return whole_by_name(model)
 
-    expected = unsharded(lambda: reference(world_size, 2))
-    for weights in on_ranks(body, world_size):
-        assert_equal(weights, expected)
-
-
-@pytest.mark.everywhere
-@pytest.mark.parametrize(
-    ("mesh", "placements"), [((4,), Placements((0,), (R,), (P,), (R,))), ((2, 2), HSDP)]
-)
-def test_units_of_two_strategies_give_the_bits_of_one_process(
-    mesh: tuple[int, ...], placements: Placements
-) -> None:
-    """What a rank computes for the copies of a unit that others have too moves no owner elsewhere."""
-    need_point_to_point()
-
-    def squares() -> nn.Module:
-        return fill(nn.Sequential(linear(4, 4), linear(4, 4)))
-
-    def body(rank: int) -> dict[str, Tensor | None]:
-        model = squares()
-        with fsdp_core.fully_shard_context():
-            fsdp_core.fully_shard(model.get_submodule("0"), mesh_of(*mesh), placements)
-            fsdp_core.fully_shard(model, mesh_of(4), SHARDED)
-        optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
-        step(model, rank, 0)
-        optimizer.step()
-        return whole(model)
-
-    expected = unsharded(lambda: reference(4, 1, squares))
-    for weights in on_ranks(body, 4):
-        assert_equal(weights, expected)
-
-
-def whole(model: nn.Module) -> dict[str, Tensor | None]:
-    """All parameters, gathered, by name."""
-    tensors: dict[str, Tensor | None] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, fsdp_core.FsdpModule):
-            for group in module.fsdp_unit.groups:
-                full = group.gather_main_weight()
-                for index, member in enumerate(group.members):
-                    name = f"{prefix}.{member.fqn}" if prefix else member.fqn
-                    tensors[name] = full.get_tensor_view(index)
-    return dict(sorted(tensors.items()))
+    expected = unsharded(lambda: reference(squares, ranks, 2, 1, muon))
+    for weights in on_ranks(body, ranks):
+        assert_equal(dict(sorted(weights.items())), expected)
 
 
 class TwoDtypes(nn.Module):
@@ -158,7 +190,7 @@ def test_a_unit_of_two_dtypes_gives_the_bits_of_one_process() -> None:
         optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
         loss_of(model(integers(2, 4)), 0).backward()
         optimizer.step()
-        return whole(model)
+        return whole_by_name(model)
 
     def plain() -> dict[str, Tensor | None]:
         optimizer = torch.optim.Muon((model := TwoDtypes()).parameters(), **OPTIONS)
@@ -187,9 +219,9 @@ def test_whole_tensors_are_computed_where_they_lie() -> None:
         optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
         step(model, rank, 0)
         optimizer.step()
-        return whole(model)
+        return whole_by_name(model)
 
-    expected = unsharded(lambda: reference(2, 1))
+    expected = unsharded(lambda: reference(build, 2, 1, 1, muon))
     for weights in on_ranks(body, 2):
         assert_equal(weights, expected)
 
@@ -197,23 +229,25 @@ def test_whole_tensors_are_computed_where_they_lie() -> None:
 @pytest.mark.everywhere
 def test_each_matrix_is_computed_by_one_rank_that_holds_part_of_it() -> None:
     """The same owners on every rank, chosen by cost; the given cost is asked for each shape."""
-    asked: list[tuple[int, ...]] = []
 
-    def cost(shape: Any) -> int:
-        asked.append(tuple(shape))
-        return orthogonalization_cost(shape)
+    def body(_rank: int) -> tuple[list[dict[int, int]], set[tuple[int, ...]]]:
+        asked = set()
 
-    def body(_rank: int) -> list[dict[int, int]]:
+        def cost(shape: Sequence[int]) -> int:
+            asked.add(tuple(shape))
+            return orthogonalization_cost(shape)
+
         model = build()
         shard(model, "", mesh=(4,))
         optimizer = fsdp_core.FsdpMuon(model.parameters(), cost=cost, **OPTIONS)
-        return [buffer.owners for buffer in optimizer.buffers]
+        return [buffer.owners for buffer in optimizer.buffers], asked
 
     results = on_ranks(body, 4)
 
-    assert all(owners == results[0] for owners in results)
-    assert sorted(results[0][0]) == [0, 1, 2]
-    assert set(asked) == {(5, 4), (1, 5), (4, 1)}
+    assert all(each == results[0] for each in results)
+    ((owners,), asked) = results[0]
+    assert sorted(owners) == [0, 1, 2]
+    assert asked == {(5, 4), (1, 5), (4, 1)}
 
 
 @pytest.mark.everywhere
@@ -244,9 +278,9 @@ def test_matrices_without_gradients_are_left_alone() -> None:
 
     def body(rank: int) -> dict[str, Tensor | None]:
         model = build()
-        shard(model, "0", "1", "2")
+        shard(model, "a", "b", "c")
         optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
-        loss_of(model.get_submodule("2")(integers(2, 1, start=rank)), rank).backward()
+        loss_of(model.get_submodule("c")(integers(2, 1, start=rank)), rank).backward()
         optimizer.step()
         return local_rows(model)
 
@@ -254,7 +288,7 @@ def test_matrices_without_gradients_are_left_alone() -> None:
         model = build()
         optimizer = torch.optim.Muon(model.parameters(), **OPTIONS)
         for rank in range(2):
-            y = model.get_submodule("2")(integers(2, 1, start=rank))
+            y = model.get_submodule("c")(integers(2, 1, start=rank))
             (loss_of(y, rank) / 2).backward()
         optimizer.step()
         return local_rows(model)

@@ -42,6 +42,7 @@ class Processes:
         rank: of this one.
         world_size: how many there are.
         store: what they share beside a process group.
+        more_than: bodies for that many ranks or fewer are left out.
         worlds: how many process groups they have made so far, each under a prefix of its own.
         shared: how many values they have agreed on so far.
     """
@@ -51,6 +52,7 @@ class Processes:
     rank: int
     world_size: int
     store: dist.Store
+    more_than: int
     worlds: int = 0
     shared: int = 0
 
@@ -58,11 +60,13 @@ class Processes:
         """Run a body on the first `world_size` of them and return all results on every one."""
         if world_size > self.world_size:
             pytest.skip(f"needs {world_size} processes")
+        if world_size <= self.more_than:
+            pytest.skip(f"needs no more than {self.more_than} processes")
         self.worlds += 1
         store = dist.PrefixStore(f"world {self.worlds}", self.store)
         if self.rank < world_size:
             try:
-                self._put(store, self._run(body, world_size, store))
+                self._run(body, world_size, store)
             except BaseException as error:
                 self._put(store, _Raised(repr(error)))
                 raise
@@ -71,7 +75,8 @@ class Processes:
             assert not isinstance(result, _Raised), f"rank {rank} raised {result.error}"
         return results
 
-    def _run(self, body: Body, world_size: int, store: dist.Store) -> Any:
+    def _run(self, body: Body, world_size: int, store: dist.Store) -> None:
+        """Run a body and put its result into the store."""
         dist.init_process_group(
             self.backend,
             store=store,
@@ -81,7 +86,9 @@ class Processes:
         )
         try:
             with self.device:
-                return body(self.rank)
+                self._put(store, body(self.rank))
+            # Whoever leaves first would close connections that others are still opening.
+            store.wait([f"result {rank}" for rank in range(world_size)])
         finally:
             dist.destroy_process_group()
 
@@ -123,8 +130,8 @@ def _on_cpu(data: bytes) -> Any:
 _processes: Processes | None = None
 
 
-def join_processes(device_type: str) -> None:
-    """Have bodies run on the processes of the launcher that started this one."""
+def join_processes(device_type: str, *, more_than: int) -> None:
+    """Have bodies for more than that many ranks run on the processes of this one's launcher."""
     global _processes
     if device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a context takes a GPU unless it is given a device
@@ -136,7 +143,8 @@ def join_processes(device_type: str) -> None:
         backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
         device = torch.device("cuda", local % gpus)
         torch.cuda.set_device(device)
-    _processes = Processes(device, backend, rank, world_size, dist.PrefixStore("tests", store))
+    store = dist.PrefixStore("tests", store)
+    _processes = Processes(device, backend, rank, world_size, store, more_than)
 
 
 def leave_processes() -> None:
