@@ -37,7 +37,7 @@ from fsdp_core.parameter_group import (
     mark_whole,
     owner_of,
 )
-from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic
+from fsdp_core.placement import Placements, TensorAtomic
 from fsdp_core.plain_optimizer import watch_optimizers
 from fsdp_core.prefetcher import PrefetchOrder
 from fsdp_core.runtime_policy import RuntimePolicy
@@ -328,14 +328,13 @@ def _owners(
 
 def _check_blocks(members: Sequence[Member], placements: Placements) -> None:
     """Check that the rows of each parameter make whole blocks, where these must stay together."""
-    sizes = [kind.block_size for kind in placements.kinds if isinstance(kind, BlockAtomic)]
-    block_size = max(sizes, default=1)
+    block_size = placements.block_size
     for member in members:
         shape = tuple(member.full.shape)
         if shape[0] % block_size:
             msg = (
                 f"parameter {member.fqn!r} must have a number of rows divisible by {block_size}, as "
-                f"BlockAtomic({block_size}) asks, got shape {shape}; pad it, or use RowAtomic"
+                f"its BlockAtomic placements ask, got shape {shape}; pad it, or use RowAtomic"
             )
             raise ConfigError(msg, fqn=member.fqn)
 

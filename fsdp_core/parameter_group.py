@@ -24,7 +24,7 @@ from fsdp_core.errors import StateError
 from fsdp_core.layout import GlobalLayout
 from fsdp_core.layout_builder import build_for_tensor_atomic, build_row_atomic_layout
 from fsdp_core.mixed_precision import MixedPrecisionPolicy
-from fsdp_core.placement import BlockAtomic, Placements, TensorAtomic, is_sharded, specialize
+from fsdp_core.placement import Placements, TensorAtomic, is_sharded, specialize
 from fsdp_core.torch_private import local_tensor, storage_holders, versions_of, wrap_instead
 from fsdp_core.uneven import Rows, is_described
 
@@ -592,12 +592,10 @@ def _refuse_hook(fqn: str, _hook: object) -> NoReturn:
 def _build_layout(members: Sequence[Member], spec: GroupSpec) -> GlobalLayout:
     shapes = [tuple(member.full.shape) for member in members]
     dp_size = spec.axes.mesh.size()
-    kinds = spec.placements.kinds
-    if any(isinstance(kind, TensorAtomic) for kind in kinds):
+    if any(isinstance(kind, TensorAtomic) for kind in spec.placements.kinds):
         assert spec.owners is not None
         return build_for_tensor_atomic(shapes, dp_size, [spec.owners[m.full] for m in members])
-    blocks = [kind.block_size for kind in kinds if isinstance(kind, BlockAtomic)]
-    return build_row_atomic_layout(shapes, dp_size, block_size=max(blocks, default=1))
+    return build_row_atomic_layout(shapes, dp_size, block_size=spec.placements.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
+from math import lcm
 
 import torch.distributed as dist
 from torch import Tensor
@@ -135,6 +136,11 @@ class Placements:
     def kinds(self) -> tuple[Placement, ...]:
         """All placements of the three roles."""
         return (*self.parameter, *self.gradient, *self.optimizer)
+
+    @property
+    def block_size(self) -> int:
+        """Rows that stay together whatever axis is sharded: whole blocks of every `BlockAtomic`."""
+        return lcm(*(kind.block_size for kind in self.kinds if isinstance(kind, BlockAtomic)))
 
     def check_mesh(self, ndim: int, axis_names: Sequence[str] | None) -> None:
         """Check that `dp_axes` are all the axes of a mesh, in its order.

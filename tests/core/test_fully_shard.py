@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import fsdp_core
 from fsdp_core import (
+    BlockAtomic,
     ConfigError,
     FsdpModule,
     Placements,
@@ -145,6 +146,25 @@ def test_parameters_that_cannot_be_sharded_are_refused(
         assert type(model) is nn.Module
         assert model.p is parameter
         assert not model._forward_pre_hooks
+
+    on_one(body)
+
+
+@pytest.mark.everywhere
+def test_rows_that_make_no_whole_blocks_are_refused() -> None:
+    """Of every axis: two rows and three rows ask for six."""
+    kinds = (BlockAtomic(2), BlockAtomic(3))
+
+    def body() -> None:
+        with fsdp_core.fully_shard_context():
+            refused(
+                lambda: fsdp_core.fully_shard(
+                    linear(8, 2), mesh_of(1, 1), Placements((0, 1), kinds, kinds, kinds)
+                ),
+                ConfigError,
+                "parameter 'weight' must have a number of rows divisible by 6, as its BlockAtomic "
+                "placements ask, got shape (8, 2); pad it, or use RowAtomic",
+            )
 
     on_one(body)
 

@@ -164,16 +164,26 @@ def test_blocks_of_rows_stay_together(
             assert all(count % atom == 0 for count in held_rows(layout, index))
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=5), SIZES)
-@example([(1, 1024), (3, 7)], 4)
-@example([(301, 299), (300, 300)], 2)
-def test_padding_is_bounded(shapes: list[tuple[int, ...]], dp_size: int) -> None:
-    """The chosen packing pads no more than the larger of both bounds."""
-    layout = build_row_atomic_layout(shapes, dp_size)
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=5),
+    SIZES,
+    st.integers(1, 4),
+)
+@example([(1, 1024), (3, 7)], 4, 1)
+@example([(301, 299), (300, 300)], 2, 1)
+@example([(16, 31), (8, 29), (8, 27)], 3, 4)
+def test_padding_is_bounded(shapes: list[tuple[int, ...]], dp_size: int, block_size: int) -> None:
+    """The chosen packing pads no more than the larger of both bounds, and splits no block of rows."""
+    shapes = [(shape[0] * block_size, *shape[1:]) for shape in shapes]
+
+    layout = build_row_atomic_layout(shapes, dp_size, block_size=block_size)
 
     padding = layout.numel - layout.tensors_numel
     bound = max(layout.tensors_numel // PADDING_DIVISOR, PADDING_NUMEL_PER_RANK_MAX * dp_size)
     assert padding <= bound
+    for index, shape in enumerate(shapes):
+        atom = block_size * prod(shape[1:])
+        assert all(count % atom == 0 for count in held_rows(layout, index))
 
 
 def test_coprime_rows_choose_the_unpadded_packing() -> None:

@@ -47,6 +47,7 @@ from tests.core.strategies import (
     mesh_shape,
     placements_of,
     reference,
+    uneven,
     whole_by_name,
 )
 from tests.core.worlds import device_type, on_ranks, unsharded, world_size
@@ -107,6 +108,48 @@ def one_step(rank: int, placements: Placements) -> dict[str, Tensor | None]:
     loss_of(model(batch(rank)), rank).backward()
     optimizer.step()
     return whole_by_name(model)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", ["zero_1", "zero_3", "hsdp", "hfsdp"])
+def test_unequal_shards_train_as_the_unsharded_model(name: str) -> None:
+    """To pad these rows would take more than the weights, so ranks hold different numbers of elements."""
+
+    def body(rank: int) -> tuple[bool, dict[str, Tensor | None]]:
+        model = uneven()
+        shard(model, "", mesh=mesh_shape(name), placements=placements_of(name))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        for number in range(3):
+            loss_of(model(batch(rank, number, width=31)), rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(model, FsdpModule)
+        (group,) = model.fsdp_unit.groups
+        return group.layout.has_equal_shard_sizes, whole_by_name(model)
+
+    expected = reference(uneven, world_size(4), 3, 1)
+    for is_even, weights in on_ranks(body, world_size(4)):
+        assert is_even == (world_size(4) == 1)
+        assert_equal(weights, dict(expected))
+
+
+@pytest.mark.everywhere
+def test_blocks_of_each_axis_stay_together() -> None:
+    """Two rows on the outer axis and three on the inner one: six rows are never split."""
+    kinds = (BlockAtomic(2), BlockAtomic(3))
+
+    def body(_rank: int) -> int:
+        model = fill(linear(12, 2))
+        shard(model, "", mesh=(2, 2), placements=Placements((0, 1), kinds, kinds, kinds))
+        rows = local_rows(model)["weight"]
+        assert rows is not None
+        return len(rows)
+
+    rows = on_ranks(body, 4)
+
+    assert sum(rows) == 12
+    assert [count % 6 for count in rows] == [0] * 4
 
 
 @pytest.mark.everywhere
