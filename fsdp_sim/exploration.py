@@ -121,7 +121,8 @@ def explore(
         Exception: ``strict`` and a schedule failed: what it raised, with the smallest schedule found.
     """
     _check(schedules, seed, scheduler)
-    check_options(options, "explore", "schedules, scheduler, seed, strict, on_schedule")
+    own = ("schedules", "scheduler", "seed", "strict", "on_schedule")
+    check_options(options, "explore", own)
     options.pop("strict", None)
     search = Exploration()
     failed: tuple[Schedule, BaseException] | None = None

@@ -2,10 +2,11 @@
 
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -79,24 +80,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"must be at least 1, got {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError(f"must not be negative, got {text}")
-    return value
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError(f"must be above 0, got {text}")
-    return value
+    with suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -173,10 +172,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse what cannot be a rank program."""
     if item.get_closest_marker("fsdp_sim") is not None and not _is_plain_function(item):
-        raise ConfigError(
+        _refuse(
             "a test marked fsdp_sim must be a plain function or a method of a plain class, got "
             f"{type(item).__name__} {item.name!r}; call fsdp_sim.testing.check in it instead"
         )
+
+
+def _refuse(message: object) -> NoReturn:
+    """Fail the test for how it is marked, without a traceback, which would show this file alone."""
+    pytest.fail(f"ConfigError: {message}", pytrace=False)
 
 
 def _is_plain_function(item: pytest.Item) -> bool:
@@ -269,21 +273,25 @@ def _replace_body(
 
 def _as_program(body: Callable[..., Any], marker: pytest.Mark) -> Callable[..., None]:
     """Return a function that checks ``body`` as a rank program."""
-    from fsdp_sim.testing import check
+    from fsdp_sim.testing import OWN_OPTIONS, check, check_options
 
     if marker.args:
-        raise ConfigError(
-            f"the marker fsdp_sim takes keywords alone, such as ranks=4, got {marker.args}"
-        )
+        _refuse(f"the marker fsdp_sim takes keywords alone, such as ranks=4, got {marker.args}")
 
     @wraps(body)
     def checked(*args: Any, **kwargs: Any) -> None:
-        _refuse_shared(kwargs)
-
         def program(_rank: int) -> None:
             body(*args, **kwargs)
 
-        check(program, **marker.kwargs)
+        others = {name: marker.kwargs[name] for name in marker.kwargs if name not in OWN_OPTIONS}
+        try:
+            check_options(others, "the marker fsdp_sim")
+            _refuse_shared(kwargs)
+            check(program, **marker.kwargs)
+        except ConfigError as error:
+            if hasattr(error, "rank"):  # the body raised it, and its lines tell where
+                raise
+            _refuse(error)
 
     return checked
 

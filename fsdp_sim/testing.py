@@ -17,6 +17,7 @@ from time import monotonic  # noqa: TID251  a limit of time decides how many sch
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from fsdp_sim.arguments import check_positive
 from fsdp_sim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -162,7 +163,9 @@ def check(
     here = scope()
     said = Options(seed, runs, scheduler, time_limit)
     how = _share(_merged(here.forced, said, _portfolio(here), here.defaults), here)
-    _check_options(options)
+    check_options(options)
+    check_positive("ranks", ranks)
+    check_positive("runs", how.runs)
     options = {"args": args, **options}
 
     def run() -> "Report":
@@ -194,7 +197,7 @@ def check_program(program: "ProgramSpec", **options: Any) -> "Report":
     from fsdp_sim.program.parity import run_rank, verify
 
     here = scope()
-    _check_options(options)
+    check_options(options)
     place = _place(here, run_rank, (program,), {"args": (program,), **options})
     place.program = program
     return _run(
@@ -337,10 +340,23 @@ def _portfolio(here: Scope) -> Options:
     return Options(scheduler=PORTFOLIO[here.part % len(PORTFOLIO)]) if here.parts > 1 else Options()
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    from fsdp_sim.verbs import check_options
+OWN_OPTIONS = ("ranks", "runs", "time_limit")
+"""What ``check`` takes besides the options of ``simulate``."""
 
-    check_options(options, "check", "ranks, runs, time_limit", refused=("trace",))
+
+def check_options(options: dict[str, Any], caller: str = "check") -> None:
+    """Refuse options that are none of ``simulate``'s, before anything is run.
+
+    Args:
+        options: by name.
+        caller: who was given them, for the message.
+
+    Raises:
+        ConfigError: one is unknown; names it.
+    """
+    from fsdp_sim import verbs
+
+    verbs.check_options(options, caller, OWN_OPTIONS, refused=("trace",))
 
 
 def _share(how: Options, here: Scope) -> Options:

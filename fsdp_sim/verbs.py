@@ -1,9 +1,10 @@
 """Verbs: simulate and replay a program on simulated ranks."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from fsdp_sim import checkers as checkers_
@@ -174,7 +175,10 @@ def replay(fn: Callable[..., Any], schedule: str | Schedule, **options: Any) -> 
 
 
 def check_options(
-    options: Mapping[str, Any], caller: str, own: str, refused: tuple[str, ...] = ()
+    options: Mapping[str, Any],
+    caller: str,
+    own: Sequence[str],
+    refused: Sequence[str] = (),
 ) -> None:
     """Refuse options that ``simulate`` does not know, before anything is run.
 
@@ -190,9 +194,10 @@ def check_options(
     known = set(inspect.signature(simulate).parameters) - {"fn", "world_size", "strict", *refused}
     unknown = sorted(set(options) - known)
     if unknown:
+        meant = get_close_matches(unknown[0], [*own, *sorted(known)], n=1)
         raise ConfigError(
-            f"{caller} takes {own} and options of simulate ({', '.join(sorted(known))}), "
-            f"got {', '.join(unknown)}"
+            f"{caller} takes {', '.join(own)} and options of simulate ({', '.join(sorted(known))}), "
+            f"got {', '.join(unknown)}{f'; did you mean {meant[0]}?' if meant else ''}"
         )
 
 
