@@ -52,7 +52,8 @@ def _noting(
     @wraps(original)
     def note(self: Any, owner: Any, name: str, value: Any) -> None:
         full = f"{_name_of(owner)}.{name}"
-        seen.setdefault(full, "replaced" if hasattr(owner, name) else otherwise)
+        if not full.startswith(f"{__package__}."):  # that is this looking itself
+            seen.setdefault(full, "replaced" if hasattr(owner, name) else otherwise)
         original(self, owner, name, value)
 
     return note

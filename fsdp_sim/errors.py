@@ -62,6 +62,10 @@ class Finding:
         return "\n".join(lines)
 
 
+REPLAY_HINT = "replay with: "
+"""How the note of an error begins that says which call replays it."""
+
+
 class ConfigError(ValueError):
     """A caller of the simulator asked for something that cannot be: nothing has been run."""
 

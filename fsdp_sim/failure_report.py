@@ -22,6 +22,7 @@ from fsdp_sim.replay_file import (
 )
 from fsdp_sim.statistics import Statistics
 from fsdp_sim.verbs import replay
+from fsdp_sim.views.report import error_text, shorten
 
 if TYPE_CHECKING:
     from fsdp_sim.exploration import Exploration
@@ -48,7 +49,7 @@ def plain_text(error: BaseException) -> str | None:
     """Return what a simulation raised, without a traceback, which would show the simulator alone."""
     if not isinstance(error, SimulationError):
         return None
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+    return "\n".join([error_text(error), *getattr(error, "__notes__", ())])
 
 
 def failure_block(error: BaseException, folder: Path, root: Path, *, last_ops: int = 0) -> str:
@@ -70,7 +71,7 @@ def failure_block(error: BaseException, folder: Path, root: Path, *, last_ops: i
     shown = path.relative_to(root) if path.is_relative_to(root) else path
     expected = failure_of(error)
     lines = [
-        f"{expected.kind}: {expected.message.splitlines()[0] if expected.message else ''}",
+        f"{expected.kind}: {shorten(expected.message).splitlines()[0] if expected.message else ''}",
         f"smallest: {replay_file.schedule}{_search_size(error)}{_drawn(place)}",
         f"replay with: {command(replay_file, str(shown))}",
     ]

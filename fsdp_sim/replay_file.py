@@ -18,6 +18,7 @@ from fsdp_sim.program.codec import dump_program, load_program
 from fsdp_sim.program.schema import SchemaError, from_data, load_json, to_data
 from fsdp_sim.program.spec import ProgramSpec
 from fsdp_sim.schedule import Schedule
+from fsdp_sim.trace_file import is_trace
 
 VERSION = 1
 MESSAGE_LENGTH_MAX = 2000
@@ -130,6 +131,10 @@ def read(path: str | Path) -> ReplayFile:
         raise ConfigError(
             f"a replay file must be a readable file of text, got {path}: {error}"
         ) from None
+    if is_trace(text):
+        raise ConfigError(
+            f"{path} must be a replay file, got a trace; read it with fsdp-sim check or fsdp-sim trace"
+        )
     try:
         return load(text)
     except ConfigError as error:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_sim.arguments import check_positive
-from fsdp_sim.errors import ConfigError
+from fsdp_sim.errors import REPLAY_HINT, ConfigError
 
 if TYPE_CHECKING:
     from fsdp_sim.exploration import Exploration
@@ -266,7 +266,15 @@ def _run(
     except Exception as error:
         with suppress(AttributeError):
             error.fsdp_sim_failure = place  # type: ignore[attr-defined]
+        if here.node is not None:
+            _drop_replay_hint(error)
         raise error.with_traceback(_outside(error.__traceback__)) from error.__cause__
+
+
+def _drop_replay_hint(error: BaseException) -> None:
+    """Leave the command that replays a test to the plugin: the call would need the test's own objects."""
+    notes = getattr(error, "__notes__", [])
+    notes[:] = [note for note in notes if not note.startswith(REPLAY_HINT)]
 
 
 def _is_subject(here: Scope, call: int) -> bool:

@@ -72,6 +72,11 @@ def read(path: str | Path) -> tuple[dict[str, Any], list[Op]]:
         return header, list(_ops(path, lines, header["ranks"]))
 
 
+def is_trace(text: str) -> bool:
+    """Whether a file that begins with ``text`` means to be a trace, of whatever version."""
+    return text.startswith(f'{{"schema": "{SCHEMA}"')
+
+
 def _record(op: Op) -> dict[str, Any]:
     """Return an op as its line holds it."""
     record: dict[str, Any] = {name: getattr(op, name) for name in _REQUIRED}

@@ -14,6 +14,7 @@ from fsdp_sim.engine.task import HANDOVER_SECONDS_MAX
 from fsdp_sim.engine.world import STEP_LIMIT_DEFAULT
 from fsdp_sim.errors import (
     FINDING_KINDS,
+    REPLAY_HINT,
     ConfigError,
     Diverged,
     Finding,
@@ -28,6 +29,8 @@ from fsdp_sim.scheduler import Misfit, Recheck, Replay, Scheduler, make
 from fsdp_sim.scheduler.pct import STEPS_DEFAULT
 from fsdp_sim.simulation import Report, Settings, Simulation
 from fsdp_sim.trace import Trace, diff
+
+__tracebackhide__ = True  # pytest leaves out the frames of this file, which tell a user nothing
 
 
 def simulate(  # noqa: PLR0913  the public call: all but two by keyword
@@ -311,12 +314,13 @@ def _raise_if_wrong(simulation: Simulation, report: Report, *, strict: bool) -> 
     if stop is not None and (strict or stop.finding is None):
         if stop.finding is not None:
             stop = type(stop)(_message(stop.finding, report), finding=stop.finding)
+            stop.add_note(_replay_hint(simulation, report))
         raise _with_facts(stop, report)
     if strict and report.findings:
         finding = report.findings[0]
-        raise _with_facts(
-            FINDING_KINDS[finding.kind](_message(finding, report), finding=finding), report
-        )
+        error = FINDING_KINDS[finding.kind](_message(finding, report), finding=finding)
+        error.add_note(_replay_hint(simulation, report))
+        raise _with_facts(error, report)
 
 
 def _is_own(error: BaseException) -> bool:
@@ -327,8 +331,15 @@ def _is_own(error: BaseException) -> bool:
 def _message(finding: Finding, report: Report) -> str:
     more = len(report.findings) - 1
     others = f"\n  and {more} more finding{'s' if more > 1 else ''}" if more else ""
-    lines = [f"{finding.describe()}{others}", *report.deviations]
-    return "\n  ".join([*lines, f"replay with: fsdp_sim.replay(fn, {report.schedule!r})"])
+    return "\n  ".join([f"{finding.describe()}{others}", *report.deviations])
+
+
+def _replay_hint(simulation: Simulation, report: Report) -> str:
+    """Return the call that replays a run, for those who called ``simulate`` themselves."""
+    name = getattr(simulation.fn, "__name__", "")
+    args = ", args=args" if simulation.args else ""
+    fn = name if name.isidentifier() else "fn"
+    return f"{REPLAY_HINT}fsdp_sim.replay({fn}, {report.schedule!r}{args})"
 
 
 def _with_facts(error: SimulationError, report: Report) -> SimulationError:

@@ -19,20 +19,20 @@ UNSEEN = (
 
 @click.command()
 def doctor() -> None:
-    """Show versions, what is replaced while a world runs, and try a correct and a wrong program."""
+    """Show versions, try a correct and a wrong program, and list what a world replaces meanwhile."""
     click.echo(f"fsdp-sim {metadata.version('fsdp-sim')}, Python {platform.python_version()}")
     for package in PACKAGES:
         click.echo(f"  {package:<13} {_version(package)}")
     if not _version("torch").startswith(tuple(f"{version}." for version in TORCH_TESTED)):
         click.echo(f"  this torch is none of those tested: {', '.join(TORCH_TESTED)}")
-    _show_names()
+    is_well = _finds_what_it_must()
+    click.echo("a correct program is clean, a wrong one is found" if is_well else "NOT WELL")
     click.echo("what a clean run does not show (docs/limits.md has all of it):")
     for line in UNSEEN:
         click.echo(f"  {line}")
     for line in blind_spots():
         click.echo(f"  {line}")
-    is_well = _finds_what_it_must()
-    click.echo("a correct program is clean, a wrong one is found" if is_well else "NOT WELL")
+    _show_names()
     sys.exit(0 if is_well else 1)
 
 

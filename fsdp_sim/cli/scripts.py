@@ -9,15 +9,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import fsdp_sim
-from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, conclude, console, judging
+from fsdp_sim.cli.outcome import (
+    CLEAN,
+    FINDINGS,
+    OUTPUT,
+    PICTURE,
+    conclude,
+    failure_text,
+    judging,
+    show,
+)
 from fsdp_sim.cli.traces import draw_run
-from fsdp_sim.errors import ConfigError
+from fsdp_sim.errors import ConfigError, SimulationError
 from fsdp_sim.script import Script
+from fsdp_sim.views.report import error_text
 
 if TYPE_CHECKING:
     from fsdp_sim.simulation import Report
 
-SCRIPT_FIRST = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+SCRIPT_FIRST = {"allow_interspersed_args": False}
 
 ranks_option = click.option(
     "--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="simulated ranks"
@@ -42,7 +52,8 @@ OUTPUTS = {
 def output_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of ``OUTPUTS``."""
     for name, what in reversed(OUTPUTS.items()):
-        command = click.option(f"--{name}", type=OUTPUT, help=what)(command)
+        kind = PICTURE if name == "picture" else OUTPUT
+        command = click.option(f"--{name}", type=kind, help=what)(command)
     return command
 
 
@@ -92,12 +103,12 @@ def explore(
     with _program(script, arguments) as program:
         how |= {"knobs": _knobs(device), "strict": False}
         search = fsdp_sim.explore(program, ranks, **how)
-        console.print(search.summary())
+        show(search.summary())
         if search.failure is not None:
             if save is not None:
                 _save(search.failure, save, script, arguments)
             raise search.failure
-        console.print("clean: no schedule failed")
+        show("clean: no schedule failed")
 
 
 @click.command(context_settings=SCRIPT_FIRST)
@@ -158,8 +169,8 @@ def _write(report: "Report", outputs: dict[str, str]) -> None:
         "picture": lambda path: draw_run(report.trace, report.findings, path),
     }
     for name, path in outputs.items():
-        console.print(f"{name}: {path}")
-        writers[name](path)
+        if writers[name](path) is not False:
+            show(f"{name}: {path}")
 
 
 def _save(failure: BaseException, path: str, script: str, arguments: tuple[str, ...]) -> None:
@@ -167,7 +178,7 @@ def _save(failure: BaseException, path: str, script: str, arguments: tuple[str, 
 
     file = of_failure(failure, script=ScriptCall(script, arguments))
     Path(path).write_text(dump(file), encoding="utf-8")
-    console.print(f"replay file: {path}")
+    show(f"replay file: {path}")
 
 
 def _follow(path: str, options: dict[str, Any]) -> None:
@@ -176,6 +187,11 @@ def _follow(path: str, options: dict[str, Any]) -> None:
         raise click.UsageError(
             "replay takes a schedule and a script, or a replay file that is there, got "
             f"{path!r} alone and no such file"
+        )
+    if path.endswith(".py"):
+        raise click.UsageError(
+            f"replay takes a schedule and a script, or a replay file, got {path!r} alone; put the "
+            "schedule before it"
         )
     from fsdp_sim.follow import follow
     from fsdp_sim.replay_file import read, verdict
@@ -191,8 +207,9 @@ def _follow(path: str, options: dict[str, Any]) -> None:
             raise
         except Exception as error:
             failure = error
-            console.print(f"{type(error).__name__}: {error}")
-        console.print(verdict(file, failure))
+            text = error_text(error) if isinstance(error, SimulationError) else failure_text(error)
+            show(text)
+        show(verdict(file, failure))
         sys.exit(CLEAN if failure is None else FINDINGS)
 
 

@@ -7,8 +7,9 @@ import click
 
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import CHECKERS, make
-from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, console, judging
-from fsdp_sim.errors import Finding
+from fsdp_sim.cli.outcome import CLEAN, FINDINGS, OUTPUT, PICTURE, judging, show
+from fsdp_sim.errors import ConfigError, Finding
+from fsdp_sim.replay_file import read
 from fsdp_sim.trace import Trace, diff
 from fsdp_sim.views.report import finding_text
 
@@ -25,7 +26,7 @@ def trace() -> None:
 def text(file: str) -> None:
     """Print one line an operation."""
     with judging([file]):
-        click.echo(Trace.load(file).to_text())
+        click.echo(_load(file).to_text())
 
 
 @trace.command()
@@ -34,31 +35,56 @@ def text(file: str) -> None:
 def perfetto(file: str, output: str) -> None:
     """Write a timeline for Perfetto: a row for each rank and stream, an arrow for each wait."""
     with judging([file]):
-        Trace.load(file).to_chrome(output)
+        _load(file).to_chrome(output)
 
 
 @trace.command()
 @click.argument("file", type=stored)
-@click.argument("output", type=OUTPUT)
+@click.argument("output", type=PICTURE)
 def picture(file: str, output: str) -> None:
     """Draw the first finding, or else a gather and the compute it overlaps (PNG or SVG)."""
     with judging([file]):
-        loaded = Trace.load(file)
+        loaded = _load(file)
         draw_run(loaded, _errors_of(loaded), output)
 
 
-def draw_run(run: Trace, findings: Sequence[Finding], path: str) -> None:
-    """Draw the first finding of a run, or else an overlap; say so where there is neither."""
+def draw_run(run: Trace, findings: Sequence[Finding], path: str) -> bool:
+    """Draw the first finding of a run, or else an overlap; say so where there is neither, and return False."""
     from fsdp_sim.views.finding_picture import draw_finding
     from fsdp_sim.views.picture import draw
 
     if findings:
         draw_finding(run.ops, findings[0], run.world_size, path)
-        return
+        return True
     try:
         draw(run.ops, range(run.world_size), path)
     except ValueError as error:
-        console.print(f"no picture: {error}")
+        show(f"no picture: {error}")
+        return False
+    return True
+
+
+def _load(file: str) -> Trace:
+    """Read a trace; say so where it is a replay file, which also lies about after a failure.
+
+    Raises:
+        ConfigError: it is no trace.
+    """
+    try:
+        return Trace.load(file)
+    except ConfigError as error:
+        if not _is_replay_file(file):
+            raise
+        advice = f"follow it with: fsdp-sim replay {file}"
+        raise ConfigError(f"{file} must be a trace, got a replay file; {advice}") from error
+
+
+def _is_replay_file(file: str) -> bool:
+    try:
+        read(file)
+    except ConfigError:
+        return False
+    return True
 
 
 def _findings_of(run: Trace) -> Sequence[Finding]:
@@ -76,7 +102,7 @@ def _errors_of(run: Trace) -> list[Finding]:
 def difference(one: str, other: str, *, order: bool) -> None:
     """Print the first operation that differs."""
     with judging([one, other]):
-        found = diff(Trace.load(one), Trace.load(other), order_only=order)
+        found = diff(_load(one), _load(other), order_only=order)
         click.echo("the same" if found is None else str(found))
         sys.exit(CLEAN if found is None else FINDINGS)
 
@@ -87,7 +113,7 @@ def difference(one: str, other: str, *, order: bool) -> None:
 def merge(output: str, files: tuple[str, ...]) -> None:
     """Join the recordings of all processes of one run, one file each, into OUTPUT."""
     with judging(files):
-        Trace.merged([Trace.load(file) for file in files]).save(output)
+        Trace.merged([_load(file) for file in files]).save(output)
 
 
 @click.command()
@@ -99,9 +125,9 @@ def check(files: tuple[str, ...]) -> None:
         for name, loaded in _runs(files):
             findings = _findings_of(loaded)
             for finding in findings:
-                console.print(f"{finding_text(finding)}\n")
+                show(f"{finding_text(finding)}\n")
             errors = [finding for finding in findings if not finding.is_notice]
-            console.print(f"{name}: {len(errors) or 'no'} findings, digest {loaded.digest}")
+            show(f"{name}: {len(errors) or 'no'} findings, digest {loaded.digest}")
             is_clean = is_clean and not errors
     sys.exit(CLEAN if is_clean else FINDINGS)
 
@@ -110,7 +136,7 @@ def _runs(files: tuple[str, ...]) -> Iterator[tuple[str, Trace]]:
     """Give each run, with the names of its files."""
     parts: dict[str, Trace] = {}
     for file in files:
-        loaded = Trace.load(file)
+        loaded = _load(file)
         if len(loaded.ranks) == loaded.world_size:
             yield file, loaded
         else:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_sim.errors import Finding, ParityError
+from fsdp_sim.errors import REPLAY_HINT, Finding, ParityError
 from fsdp_sim.program.counts import reductions_max, uses_every_prefetch
 from fsdp_sim.program.exactness import gradient_tolerance
 from fsdp_sim.program.memory import frees_weights_first, taken_beside_weights
@@ -107,8 +107,8 @@ def _wasted(program: ProgramSpec, run: RankRun) -> list[str]:
 def _parity_error(differences: list[str], report: Report) -> ParityError:
     first, *others = differences
     finding = Finding("ParityError", first, detail=tuple(others[:8]))
-    line = f"replay with: verify(program, schedule={report.schedule!r})"
-    error = ParityError(f"{finding}\n{line}", finding=finding)
+    error = ParityError(str(finding), finding=finding)
+    error.add_note(f"{REPLAY_HINT}verify(program, schedule={report.schedule!r})")
     error.schedule, error.trace, error.report = report.schedule, report.trace, report
     return error
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_sim.errors import Finding, OpSite
+from fsdp_sim.errors import Finding, OpSite, SimulationError
 from fsdp_sim.op import Source
 
 if TYPE_CHECKING:
@@ -38,13 +38,29 @@ def site_lines(site: OpSite) -> list[str]:
 
 def finding_text(finding: Finding) -> str:
     """Return a finding in lines: the invariant, both operations, what would have ordered them."""
-    lines = [f"{finding.kind}: {finding.message}"]
+    notice = "notice: " if finding.is_notice else ""
+    lines = [f"{notice}{finding.kind}: {finding.message}"]
     lines += [f"  {line}" for site in finding.ops for line in site_lines(site)]
     lines += [f"  {line}" for line in finding.detail]
     if finding.count > 1:
         ranks = ", ".join(map(str, finding.ranks))
         lines.append(f"  {finding.count} times, on ranks {ranks}")
     return shorten("\n".join(lines))
+
+
+def error_text(error: SimulationError) -> str:
+    """Return what a run raised: its finding, and the deviations under which it came up.
+
+    Args:
+        error: one without a finding says all by itself.
+    """
+    report: Report | None = error.report
+    if error.finding is None or report is None:
+        return f"{type(error).__name__}: {error}"
+    lines = [finding_text(error.finding)]
+    more = sum(finding != error.finding for finding in report.findings)
+    lines += [f"and {more} more finding{'s' if more > 1 else ''}"] if more else []
+    return "\n".join([*lines, *map(shorten, report.deviations)])
 
 
 def report_text(report: "Report", *, replay: str) -> str:

@@ -15,6 +15,7 @@ def test_names_are_those_of_this_pytorch() -> None:
     assert states["torch.cpu.Stream"] == "replaced"
     assert states["torch.Tensor.record_stream"] == "replaced"
     assert states["torch.cpu.default_stream"] == "added"
+    assert not [name for name in states if name.startswith("fsdp_sim")]
 
 
 def test_looking_leaves_nothing_behind() -> None:

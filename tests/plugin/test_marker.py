@@ -68,12 +68,14 @@ def test_a_race_fails_the_test_with_three_lines(pytester: pytest.Pytester) -> No
     result.stdout.fnmatch_lines(
         [
             "Race: rank * may still write it",
+            "      test_it.py:10  dist.all_reduce(value)",
             "*- fsdp_sim -*",
             "Race: rank * may still write it",
             "smallest: v1;w2",
             "replay with: pytest test_it.py::test_sum --fsdp-sim-replay .fsdp_sim/test_it.py-test_sum/*",
         ]
     )
+    assert result.stdout.str().count("replay with") == 1
 
 
 def test_a_test_may_say_cuda(pytester: pytest.Pytester) -> None:

@@ -37,3 +37,10 @@ def test_paths_are_shown_as_seen_from_here() -> None:
     """Own files relative to the working directory, installed ones without their folder."""
     assert shorten(str(Path.cwd() / "a" / "b.py")) == "a/b.py"
     assert shorten("/venv/lib/site-packages/torch/nn/modules.py") == "torch/nn/modules.py"
+
+
+def test_a_notice_says_that_it_is_one() -> None:
+    """It stands among findings, and leaves the run clean."""
+    notice = Finding("UnusedPrefetch", "nobody used it", ranks=(0,))
+
+    assert finding_text(notice) == "notice: UnusedPrefetch: nobody used it"

@@ -94,6 +94,7 @@ def test_a_scripts_own_failure_leaves_with_1_and_its_traceback(tmp_path: Path) -
 
     assert result.exit_code == 1
     assert "KeyError: 'lost'" in result.stderr
+    assert result.stderr.splitlines()[1].endswith('script.py", line 1, in <module>')
 
 
 @pytest.mark.parametrize(("status", "expected"), [("0", 0), ("None", 0), ("3", 1), ("'why'", 1)])
@@ -224,6 +225,7 @@ def test_a_run_without_finding_and_overlap_has_no_picture(tmp_path: Path) -> Non
 
     assert result.exit_code == 0
     assert "no picture: the trace must hold a gather that overlaps compute" in result.stderr
+    assert "\npicture: " not in result.stderr
 
 
 def test_check_finds_in_a_stored_trace_what_the_run_found(tmp_path: Path) -> None:
@@ -339,19 +341,44 @@ def test_a_saved_failure_replays_from_its_file(tmp_path: Path) -> None:
     assert "the same finding came up (CollectiveMismatch), with the same digest" in replayed.stderr
 
 
+def test_a_replay_file_and_a_trace_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Both lie about after a failure; the error says what the file is, and what reads it."""
+    trace, replay = recorded(tmp_path, RACE), str(tmp_path / "failure.json")
+    invoke("explore", "--save", replay, script(tmp_path, RACE))
+
+    results = [invoke("replay", trace), invoke("check", replay), invoke("trace", "text", replay)]
+
+    assert [result.exit_code for result in results] == [2, 2, 2]
+    assert "got a trace; read it with fsdp-sim check or" in results[0].stderr
+    assert all("got a replay file; follow it with: fsdp" in each.stderr for each in results[1:])
+
+
+def test_what_the_script_prints_comes_before_the_verdict(tmp_path: Path) -> None:
+    """Also where both go into one pipe, in which Python holds standard output back."""
+    command = [sys.executable, "-m", "fsdp_sim.cli", "run", "--ranks", "2", script(tmp_path, CLEAN)]
+
+    run = subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True, check=True)
+
+    assert run.stdout.splitlines()[-1].startswith("clean: ")
+
+
 def test_doctor_is_well() -> None:
     """It tries a correct and a wrong program, and names what it replaces."""
     result = invoke("doctor")
 
     assert result.exit_code == 0
     assert "  torch.cpu.current_stream\n" in result.stdout
-    assert result.stdout.endswith("a correct program is clean, a wrong one is found\n")
+    verdict = result.stdout.index("\na correct program is clean, a wrong one is found\n")
+    assert verdict < result.stdout.index("\nwhat a clean run does not show")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("run", "missing.py"), "File 'missing.py' does not exist."),
+        (("run", "--rank", "2", BY_QUERY), "No such option '--rank'"),
+        (("run", "--picture", "a.gif", BY_QUERY), "must be a .png or .svg file, got 'a.gif'"),
+        (("replay", BY_QUERY), "order_by_query.py' alone; put the schedule before it"),
         (("run", "--ranks", "0", BY_QUERY), "0 is not in the range x>=1."),
         (("run", "--scheduler", "luck", BY_QUERY), "scheduler must be one of program_order,"),
         (
