@@ -23,7 +23,7 @@ class OpSite:
         if self.annotation:
             parts.insert(2, f"[{self.annotation}]")
         if self.source:
-            parts.append(str(self.source))
+            parts += map(str, self.source.from_user())
         return "  ".join(parts)
 
 

@@ -1,18 +1,28 @@
 """Op: one thing a program did to a device, and the bytes it touched."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 
-class Source(NamedTuple):
-    """A line of source code."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of source code.
+
+    Attributes:
+        user: where the line is a library's, the user's line that led to it.
+    """
 
     file: str
     line: int
+    user: "Source | None" = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    def from_user(self) -> "tuple[Source, ...]":
+        """Return the line behind the user's line that led to it, if that is another one."""
+        return (self,) if self.user is None else (self.user, self)
 
 
 UNKNOWN = Source("", 0)

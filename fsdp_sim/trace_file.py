@@ -3,7 +3,8 @@
 The first line is a header: ``schema``, ``version``, ``world_size``, ``ranks`` (whose ops are in it),
 ``ended`` (ranks whose programs have come to their ends, where that is known), ``schedule`` (or null),
 ``torch``, ``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names,
-without those that have their default.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
+without those that have their default.  A source is ``[file, line]``, with the user's line as a third
+where the line is a library's.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
 strides]`` behind where not every byte of the range is touched.  Reading one runs nothing.
 """
 
@@ -87,13 +88,22 @@ def _record(op: Op) -> dict[str, Any]:
             for a in op.accesses
         ]
     if op.source is not None:
-        record["source"] = op.source
+        record["source"] = _lines(op.source)
     if op.call is not None:
         defaults = Call._field_defaults
         record["call"] = {
             n: value for n, value in op.call._asdict().items() if defaults.get(n, ...) != value
         }
     return record
+
+
+def _lines(source: Source) -> list[Any]:
+    user = () if source.user is None else (_lines(source.user),)
+    return [source.file, source.line, *user]
+
+
+def _source(file: str, line: int, user: Sequence[Any] | None = None) -> Source:
+    return Source(str(file), int(line), None if user is None else _source(*user))
 
 
 def _header(path: str | Path, line: str) -> dict[str, Any]:
@@ -162,8 +172,7 @@ def _op(record: dict[str, Any]) -> Op:
     fields["kind"] = Kind(fields["kind"])
     fields["accesses"] = tuple(_access(*access) for access in fields.get("accesses", ()))
     if "source" in fields:
-        file, line = fields["source"]
-        fields["source"] = Source(str(file), int(line))
+        fields["source"] = _source(*fields["source"])
     if "call" in fields:
         call: dict[str, Any] = {
             n: tuple(v) if isinstance(v, list) else v for n, v in fields["call"].items()

@@ -318,37 +318,51 @@ _SUBJECTS = (
 """Parts of the above whose lines are of interest themselves: they order work."""
 
 
-class _IsPlumbing(dict[str, bool]):
-    """File -> whether its lines are of no interest."""
+_PLUMBING_FILE, _LIBRARY_FILE, _USER_FILE = range(3)
 
-    def __missing__(self, file: str) -> bool:
+
+class _FileKinds(dict[str, int]):
+    """File -> what its lines are: a library's are shown together with the user's line that led to them."""
+
+    def __missing__(self, file: str) -> int:
         is_plumbing = any(part in file for part in _PLUMBING)
-        is_subject = any(part in file for part in _SUBJECTS)
-        self[file] = is_plumbing and not is_subject
+        if is_plumbing and not any(part in file for part in _SUBJECTS):
+            self[file] = _PLUMBING_FILE
+        else:
+            self[file] = _LIBRARY_FILE if "/torch/" in file else _USER_FILE
         return self[file]
 
 
-_IS_PLUMBING = _IsPlumbing()
+_FILE_KINDS = _FileKinds()
 
-_SOURCES: dict[tuple[int, int], tuple[Source, CodeType]] = {}
-"""Address of a code object, which is kept so that it stays its own, and position in it -> the line:
-hashing code objects and counting their lines takes longer than all else that is done for an op."""
+_SOURCES: dict[tuple[int, int, int], tuple[Source, CodeType]] = {}
+"""Address of a code object, which is kept so that it stays its own, position in it, and address of the
+user's line -> the line: hashing code objects and counting their lines takes longer than all else that is done for an op."""
 
 
 def caller() -> Source | None:
     """Return the innermost source line that is neither the simulator's nor PyTorch's plumbing."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001  the only way to the caller's line
     while frame is not None:
-        if not _IS_PLUMBING[frame.f_code.co_filename]:
-            return _source_of(frame)
+        kind = _FILE_KINDS[frame.f_code.co_filename]
+        if kind is not _PLUMBING_FILE:
+            return _source_of(frame, _user_of(frame) if kind is _LIBRARY_FILE else None)
         frame = frame.f_back
     return None
 
 
-def _source_of(frame: FrameType) -> Source:
+def _user_of(frame: FrameType) -> Source | None:
+    """Return the innermost line around a library's that is the user's own."""
+    outer = frame.f_back
+    while outer is not None and _FILE_KINDS[outer.f_code.co_filename] is not _USER_FILE:
+        outer = outer.f_back
+    return None if outer is None else _source_of(outer, None)
+
+
+def _source_of(frame: FrameType, user: Source | None) -> Source:
     code = frame.f_code
-    key = (id(code), frame.f_lasti)
+    key = (id(code), frame.f_lasti, id(user))
     known = _SOURCES.get(key)
     if known is None:
-        known = _SOURCES[key] = (Source(code.co_filename, frame.f_lineno), code)
+        known = _SOURCES[key] = (Source(code.co_filename, frame.f_lineno, user), code)
     return known[0]

@@ -28,11 +28,11 @@ def source_line(source: Source) -> str:
 
 
 def site_lines(site: OpSite) -> list[str]:
-    """Return one operation in two lines: what ran where, and the code that issued it."""
+    """Return one operation in lines: what ran where, and the code that issued it, the user's own first."""
     label = f"  [{site.annotation}]" if site.annotation else ""
     lines = [f"op {site.index}  {site.name}  on {site.stream} of rank {site.rank}{label}"]
     if site.source is not None:
-        lines.append(f"    {source_line(site.source)}")
+        lines += [f"    {source_line(source)}" for source in site.source.from_user()]
     return lines
 
 

@@ -28,6 +28,14 @@ def test_a_finding_shows_both_ops_with_their_code(tmp_path: Path) -> None:
     ]
 
 
+def test_a_line_of_pytorch_stands_behind_the_users_line_that_led_to_it() -> None:
+    """The user's own line is what the user can change."""
+    library = Source("torch/fsdp.py", 9, user=Source("train.py", 3))
+    finding = Finding("Race", "late", (OpSite(0, 4, "all_gather", "stream 1", library),))
+
+    assert finding_text(finding).splitlines()[2:] == ["      train.py:3", "      torch/fsdp.py:9"]
+
+
 def test_a_line_that_cannot_be_read_is_named_without_code() -> None:
     """A trace may come from another machine."""
     assert source_line(Source("elsewhere/program.py", 3)) == "elsewhere/program.py:3"

@@ -12,7 +12,7 @@ from hypothesis import given
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make
 from fsdp_sim.errors import ConfigError
-from fsdp_sim.op import Kind, Op
+from fsdp_sim.op import Kind, Op, Source
 from fsdp_sim.schedule import Schedule
 from fsdp_sim.trace import LAST_OPS_KEPT, Trace, diff, op_text
 from tests.sim.ops import Ops, read, write
@@ -165,7 +165,10 @@ def strip(op: Op) -> str:
 
 def test_a_trace_is_read_back_with_its_schedule_and_calls(tmp_path: Path) -> None:
     """Every field of every kind of op survives."""
-    trace = Trace.of(step(), 1)
+    user = Source("train.py", 3)
+    ops = step()
+    ops[-1].source = Source("torch/library.py", 7, user)
+    trace = Trace.of(ops, 1)
     trace.schedule = Schedule.parse("v1;w1;seed7;3>1")
     trace.save(tmp_path / "run.jsonl")
 
@@ -173,6 +176,8 @@ def test_a_trace_is_read_back_with_its_schedule_and_calls(tmp_path: Path) -> Non
 
     assert loaded.schedule == trace.schedule
     assert loaded.ops == trace.ops
+    assert loaded.ops[-1].source is not None
+    assert loaded.ops[-1].source.user == user
 
 
 @pytest.mark.parametrize(

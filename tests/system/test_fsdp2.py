@@ -40,10 +40,13 @@ def test_nothing_is_found() -> None:
 
 @pytest.mark.parametrize("method", ["wait_event", "wait_stream"])
 def test_a_method_that_does_nothing_is_found(method: str) -> None:
-    """Values stay right on a CPU; the missing order is seen all the same."""
+    """Values stay right on a CPU; the missing order is seen all the same, with the user's own lines."""
     report = fsdp_sim.simulate(without(method), RANKS, strict=False)
 
     assert {"Race", "UseAfterFree"} & {finding.kind for finding in report.findings}
+    sites = [site for finding in report.findings for site in finding.ops]
+    in_pytorch = [site.source for site in sites if site.source and "/torch/" in site.source.file]
+    assert {source.user and source.user.file for source in in_pytorch} == {SCRIPT}
 
 
 def test_a_replaced_method_does_not_outlive_its_world() -> None:
