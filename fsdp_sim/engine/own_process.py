@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fsdp_sim.engine import machine as machines
@@ -23,10 +23,12 @@ def install(undo: patches.Patches) -> None:
     undo.wrap(signal, "getsignal", _getting_handler)
     for module in patches.STARTERS_OF_PROCESSES:
         undo.wrap(module, "start_processes", _refusing_in_ranks)
-    profiler = _Profiler()
-    for name in patches.PROFILER_STARTS:
-        undo.wrap(patches.PROFILER, name, profiler.starting)
-    undo.wrap(patches.PROFILER, patches.PROFILER_END, profiler.ending)
+    _OnePerProcess("PyTorch's profiler", "profile one rank, such as the one with RANK=0").install(
+        undo, patches.PROFILER, patches.PROFILER_STARTS, patches.PROFILER_END
+    )
+    _OnePerProcess("forward-mode differentiation", "call no collective inside its level").install(
+        undo, patches.FORWARD_MODE, patches.FORWARD_MODE_STARTS, patches.FORWARD_MODE_END
+    )
     for owner in (logging.Handler, functools.cached_property):
         undo.define(owner, "lock", property(_lock_of, _set_lock))
 
@@ -86,32 +88,39 @@ def _refuse_processes() -> NoReturn:
     )
 
 
-class _Profiler:
-    """PyTorch's profiler is one for the process: two threads that use it at once may crash it."""
+class _OnePerProcess:
+    """What PyTorch has once for a process, and two threads must not use at once.
 
-    def __init__(self) -> None:
+    Args:
+        what: its name in the error.
+        advice: what to do instead.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        self._what, self._advice = what, advice
         self._user: Machine | None = None
 
-    def starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap what begins a profile."""
+    def install(self, undo: patches.Patches, owner: Any, starts: Sequence[str], end: str) -> None:
+        """Watch the functions of ``owner`` that begin its use, and the one that ends it."""
+        for name in starts:
+            undo.wrap(owner, name, self._starting)
+        undo.wrap(owner, end, self._ending)
 
+    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def start(*args: Any, **kwargs: Any) -> Any:
             machine, user = machines.current(), self._user
             if machine is not None and user is not None and user is not machine:
                 raise NotImplementedError(
-                    "PyTorch's profiler must be used by one simulated rank at a time, got rank "
-                    f"{machine.rank.index} while rank {user.rank.index} profiles; profile one rank, such as "
-                    "the one with RANK=0"
+                    f"{self._what} must be used by one simulated rank at a time, got rank "
+                    f"{machine.rank.index} while rank {user.rank.index} uses it; {self._advice}"
                 )
             self._user = machine
             return original(*args, **kwargs)
 
         return start
 
-    def ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap what ends it."""
-
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def end(*args: Any, **kwargs: Any) -> Any:
             self._user = None

@@ -177,6 +177,7 @@ _PROCESS_GLOBALS: tuple[tuple[Any, str], ...] = (
     (torch.nn.parallel.DistributedDataParallel, "_active_ddp_module"),
     (torch.utils.checkpoint, "_enable_checkpoint_early_stop"),
     (torch.utils.checkpoint, "_checkpoint_debug_enabled"),
+    (importlib.import_module("torch._functorch.eager_transforms"), "JVP_NESTING"),
     (importlib.import_module("torch.optim.optimizer"), "_global_optimizer_pre_hooks"),
     (importlib.import_module("torch.optim.optimizer"), "_global_optimizer_post_hooks"),
     *(
@@ -196,7 +197,7 @@ _PROCESS_GLOBALS: tuple[tuple[Any, str], ...] = (
     ),
 )
 """Variables of PyTorch's modules and classes that programs change, for as long as a block lasts or for good
-(torch 2.11 to 2.14): ``loss_parallel``, a forward of DDP, hooks of all modules."""
+(torch 2.11 to 2.14): ``loss_parallel``, a forward of DDP, depth of ``jvp``, hooks of all modules."""
 
 
 def get_process_globals() -> list[Any]:
@@ -636,6 +637,10 @@ METHODS_WITH_REDUCE_OP = (
 PROFILER = torch.autograd.profiler
 PROFILER_STARTS, PROFILER_END = ("_prepare_profiler", "_enable_profiler"), "_disable_profiler"
 """What PyTorch's profiler calls when it begins to warm up or record, and when it ends."""
+
+FORWARD_MODE = torch.autograd.forward_ad
+FORWARD_MODE_STARTS, FORWARD_MODE_END = ("enter_dual_level",), "exit_dual_level"
+"""What begins and ends the one level of forward-mode differentiation that a process has."""
 
 OWNERS_OF_EXECUTORS = tuple(
     importlib.import_module(f"torch.distributed.checkpoint.{module}")

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.device_mesh import init_device_mesh
@@ -518,9 +519,46 @@ def test_the_profiler_is_one_ranks_at_a_time() -> None:
 
     message = (
         "PyTorch's profiler must be used by one simulated rank at a time, got rank 1 while rank 0 "
-        "profiles; profile one rank, such as the one with RANK=0"
+        "uses it; profile one rank, such as the one with RANK=0"
     )
     assert fsdp_sim.simulate(program, 2, args=(False,)).results == [True, True]
+    with pytest.raises(NotImplementedError, match=f"(?m)^{message}$"):
+        fsdp_sim.simulate(program, 2, args=(True,))
+
+
+def with_a_level(inside: Callable[[], None]) -> float:
+    """Return what forward-mode differentiation gives for x squared at 3."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.tensor(3.0), torch.tensor(1.0))
+        inside()
+        return forward_ad.unpack_dual(dual * dual).tangent.item()
+
+
+def with_jvp(inside: Callable[[], None]) -> float:
+    """The same, as a function transform."""
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        inside()
+        return x * x
+
+    return torch.func.jvp(square, (torch.tensor(3.0),), (torch.tensor(1.0),))[1].item()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # PyTorch's own use
+@pytest.mark.parametrize("differentiate", [with_a_level, with_jvp])
+def test_forward_mode_is_one_ranks_at_a_time(
+    differentiate: Callable[[Callable[[], None]], float],
+) -> None:
+    """PyTorch has one level of it for a process: a second rank inside it is refused by name."""
+
+    def program(rank: int, together: bool) -> float:
+        return differentiate(turn if together else lambda: None)
+
+    message = (
+        "forward-mode differentiation must be used by one simulated rank at a time, got rank 1 while "
+        "rank 0 uses it; call no collective inside its level"
+    )
+    assert fsdp_sim.simulate(program, 2, args=(False,)).results == [6.0, 6.0]
     with pytest.raises(NotImplementedError, match=f"(?m)^{message}$"):
         fsdp_sim.simulate(program, 2, args=(True,))
 
