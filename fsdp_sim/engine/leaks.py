@@ -69,7 +69,7 @@ def _storages_of(known: Iterable[Any]) -> set[int]:
 
 
 def _storages_of_tensor(tensor: Tensor) -> Iterator[int]:
-    if tensor.layout is torch.strided and type(tensor) in patches.PLAIN_TENSORS:
+    if type(tensor) in patches.PLAIN_TENSORS and patches.has_storage(tensor):
         yield patches.storage_key(tensor.untyped_storage())
     for inner in patches.inner_tensors(tensor):
         yield from _storages_of_tensor(inner)
@@ -98,7 +98,8 @@ def _holders(keys: set[int]) -> dict[int, str]:
     holders: dict[int, str] = {}
     everything = gc.get_objects()
     for value in everything:
-        if isinstance(value, Tensor) and type(value) in patches.PLAIN_TENSORS:
+        is_plain = isinstance(value, Tensor) and type(value) in patches.PLAIN_TENSORS
+        if is_plain and patches.has_storage(value):
             key = patches.storage_key(value.untyped_storage())
             if key in keys and key not in holders:
                 holders[key] = " in ".join(_path(value, everything))

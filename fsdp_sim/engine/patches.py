@@ -767,7 +767,8 @@ def address_of(value: Any) -> int:
 
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor has a storage that can be asked for."""
-    return tensor.layout is torch.strided and device_of(tensor).type != "meta"
+    is_strided = tensor.layout is torch.strided
+    return is_strided and torch._C._has_storage(tensor) and device_of(tensor).type != "meta"
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -463,6 +463,23 @@ def test_results_arguments_and_closures_are_no_leaks() -> None:
     assert fsdp_sim.simulate(program, 1, args=({},)).findings == ()
 
 
+def test_a_result_may_hold_what_a_transform_wraps_tensors_in() -> None:
+    """An exception out of `torch.func.grad` does, by its frames: that has no storage."""
+
+    def program(_rank: int) -> BaseException:
+        def fail(x: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError(x.shape)
+
+        with pytest.raises(ArithmeticError) as caught:
+            torch.func.grad(fail)(torch.ones(2))
+        return caught.value
+
+    report = fsdp_sim.simulate(program, 1, strict=False)
+
+    assert report.findings == ()
+    assert report.results[0].args == ((2,),)
+
+
 def test_garbage_is_no_leak() -> None:
     """Cycles are collected at the end, as they would be sooner or later."""
 
