@@ -23,6 +23,7 @@ from fsdp_core.torch_private import (
     is_assigning_load,
     is_made_since,
     local_tensor,
+    mark_last,
     never_compiled,
 )
 from fsdp_core.uneven import loss_of_shards
@@ -67,6 +68,7 @@ def install_hooks(unit: ShardedUnit, modules: Sequence[nn.Module]) -> None:
         if unit.policy.register_hooks:
             module.register_forward_pre_hook(_before_forward, prepend=True)
             after = partial(_after_forward, _inside(module))
+            mark_last(after)
             module.register_forward_hook(after, always_call=True, with_kwargs=True)
     unit.weights.watch = partial(_watch_gradient, unit.ref)
     for index, member in enumerate(unit.members):
@@ -102,16 +104,19 @@ def _before_forward(module: nn.Module, _args: Any) -> None:
 def _after_forward(
     inside: Inside, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    use = unit_of(module).post_forward(module)
+    unit = unit_of(module)
+    use = unit.post_forward(module)
+    returned = list(tensors_of(output))
+    unit.check_returned(output, returned)
     if use is None:
         _explain_mixed(module, sys.exception())
         return
-    found = chain(tensors_of(output), _tensors_beside(inside, (args, kwargs)))
+    found = chain(returned, _tensors_beside(inside, (args, kwargs)))
     made = (_made_by(tensor, use.first_node) for tensor in found)
     entries = list(dict.fromkeys(tensor for tensor in made if tensor is not None))
     for tensor in entries:
         _enter_through(tensor, use)
-    unit_of(module).end_with(use, entries)
+    unit.end_with(use, entries)
 
 
 def _explain_mixed(module: nn.Module, error: BaseException | None) -> None:
@@ -366,6 +371,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     def gathered(*args: Any, **kwargs: Any) -> Any:
         living = reference()
         assert living is not None
+        if unit_of(living).serves(living):
+            return function(living, *args, **kwargs)
         _before_forward(living, args)
         output = None
         try:

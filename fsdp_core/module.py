@@ -10,6 +10,7 @@ from fsdp_core.context import FsdpContext
 from fsdp_core.errors import StateError, UnsupportedError
 from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of, without_model
 from fsdp_core.phase import Phase
+from fsdp_core.torch_private import keep_marked_last
 from fsdp_core.unit import ShardedUnit
 
 Direction = Literal["forward", "backward", "none"]
@@ -123,6 +124,13 @@ class FsdpModule:
         # Nothing of the unit takes part in backward, so its module has to tell.
         assert isinstance(self, nn.Module)
         self.register_full_backward_hook(lambda module, _inputs, _outputs: callback(module))
+
+    def register_forward_hook(self, *args: Any, **options: Any) -> Any:
+        """Register a hook, as `nn.Module` does; it finds the full weights in the module."""
+        handle = super().register_forward_hook(*args, **options)  # type: ignore[misc]
+        assert isinstance(self, nn.Module)
+        keep_marked_last(self)
+        return handle
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - the signature of nn.Module
         """Move or convert what is not sharded; sharded parameters must stay as they are.

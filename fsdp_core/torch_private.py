@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch._C._functorch import TransformType
 from torch.amp import GradScaler
 from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
@@ -273,6 +274,16 @@ def in_graph_task() -> bool:
     return current_graph_task() != -1
 
 
+def in_grad_transform() -> bool:
+    """Whether this thread is inside `torch.func.grad`, or a transform that is made of it."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and any(each.key() == TransformType.Grad for each in stack)
+
+
+# Whether two tensors are over the same storage; not those that have none, such as sparse ones.
+shares_storage: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return the tensor that this one is a view of, as autograd sees it; None if it is no view."""
     return tensor._base
@@ -285,6 +296,21 @@ class _Nothing(torch.autograd.Function):
     def forward(_ctx: Any, _tensor: Tensor) -> Tensor:
         """Return no values."""
         return torch.empty(0)
+
+
+_STAYS_LAST = "_fsdp_core_stays_last"
+
+
+def mark_last(hook: Any) -> None:
+    """Mark a forward hook as one that is to run behind all others of its module."""
+    setattr(hook, _STAYS_LAST, True)
+
+
+def keep_marked_last(module: nn.Module) -> None:
+    """Have the hooks that were marked run behind those that were registered since then."""
+    hooks = module._forward_hooks
+    for number in [each for each, hook in hooks.items() if hasattr(hook, _STAYS_LAST)]:
+        hooks.move_to_end(number)  # type: ignore[attr-defined]
 
 
 def accumulation_of(leaf: Tensor) -> Any:

@@ -6,8 +6,9 @@ the context, or by whoever drives the unit by hand.
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -22,7 +23,12 @@ from fsdp_core.identity import Identity
 from fsdp_core.parameter_group import ParameterGroup
 from fsdp_core.phase import Phase, check_phase_change
 from fsdp_core.schedule_policy import SchedulePolicy
-from fsdp_core.torch_private import current_graph_task, in_graph_task, next_node_number
+from fsdp_core.torch_private import (
+    current_graph_task,
+    in_grad_transform,
+    in_graph_task,
+    next_node_number,
+)
 from fsdp_core.unit_protocol import Call
 from fsdp_core.uses import Use, Uses
 from fsdp_core.weights import Weights
@@ -187,8 +193,8 @@ class ShardedUnit:
         """Gather the weights that `module` is about to use, and prefetch those behind them.
 
         Raises:
-            StateError: the context is not finalized, the unit is in its forward already, or its
-                backward waits for delayed gradients.
+            StateError: the context is not finalized, the module is in its forward already, the unit's
+                backward waits for delayed gradients, or a transform of `torch.func` runs it.
         """
         context = self.context
         context.ensure_finalized(module)
@@ -207,10 +213,31 @@ class ShardedUnit:
         if not recomputing:
             self.prefetch_successors(module, Phase.FORWARD)
 
+    def serves(self, module: nn.Module) -> bool:
+        """Whether a forward of `module` is in progress, so that its methods find weights, as they are."""
+        weights = self.weights
+        return self._is_running(module) and weights.is_registered and not weights.is_stale
+
+    def _is_running(self, module: nn.Module) -> bool:
+        return any(call.module is module for call in self.context.calls)
+
     def _check_entry(self, module: nn.Module, *, recomputing: bool) -> None:
-        entered_twice = any(call.module is module for call in self.context.calls)
-        if entered_twice or (self.phase is Phase.BACKWARD and not recomputing):
+        if self._is_running(module):
+            msg = (
+                f"a module must not be called inside its own forward, got {type(module).__name__} of "
+                f"unit {self.name!r} again; call self.forward(...) there, which finds the weights "
+                f"gathered, or context.reset() after an interrupt"
+            )
+            raise self.context.located(StateError(msg, fqn=self.fqn))
+        if self.phase is Phase.BACKWARD and not recomputing:
             self._check_phase_change(Phase.FORWARD)
+        if in_grad_transform():
+            msg = (
+                f"a unit must not run inside torch.func.grad, vjp or jacrev, got unit {self.name!r}, "
+                f"whose weights are gathered for backward passes of autograd alone; use "
+                f"torch.autograd.grad"
+            )
+            raise self.context.located(StateError(msg, fqn=self.fqn))
 
     def _begin_call(self, module: nn.Module, *, recomputing: bool) -> None:
         if self.phase is Phase.RESTING:
@@ -276,6 +303,31 @@ class ShardedUnit:
             self.weights.reshard()
         if not waits:
             self._ran.clear()
+
+    def check_returned(self, output: object, tensors: Iterable[torch.Tensor]) -> None:
+        """Check that nothing of the weights is used behind a forward, which may have freed them.
+
+        Args:
+            output: what it returned.
+            tensors: those in it.
+
+        Raises:
+            StateError: it has still to run, or returned weights that are freed.
+        """
+        if isinstance(output, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+            msg = (
+                f"a forward must have used its weights when it returns, got a {type(output).__name__} "
+                f"from unit {self.name!r}; have it return a list, or shard the modules that it calls"
+            )
+            raise self.context.located(StateError(msg, fqn=self.fqn))
+        for tensor in tensors:
+            if name := self.weights.over_freed(tensor):
+                msg = (
+                    f"a forward must not return weights, which are freed behind it, got {name!r}, or a "
+                    f"view of it, from unit {self.name!r}; use parameter.clone(), or "
+                    f"SchedulePolicy(reshard_after_forward=False)"
+                )
+                raise self.context.located(StateError(msg, fqn=name))
 
     def end_with(self, use: Use, outputs: Sequence[torch.Tensor]) -> None:
         """Note which outputs of a forward backward can enter."""

@@ -12,7 +12,12 @@ from fsdp_core.device import Event, Stream
 from fsdp_core.errors import StateError
 from fsdp_core.identity import Identity
 from fsdp_core.parameter_group import Member, ParameterGroup, trainability_of
-from fsdp_core.torch_private import flat_weights_of, in_graph_task, version_of
+from fsdp_core.torch_private import (
+    flat_weights_of,
+    in_graph_task,
+    shares_storage,
+    version_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +254,21 @@ class Weights:
             f"between passes, under torch.no_grad()"
         )
         raise self._context.located(StateError(msg, fqn=self._identity.fqn))
+
+    def over_freed(self, tensor: Tensor) -> str | None:
+        """Return which parameter's freed memory a tensor is over; None if it is over none."""
+        if self._state is not _RESHARDED:
+            return None
+        for group in self._transient:
+            if shares_storage(tensor, group.full_weight.flat):
+                begun = [
+                    member
+                    for member in group.members
+                    if member.full.storage_offset() <= tensor.storage_offset()
+                ]
+                last = max(begun, key=lambda member: member.full.storage_offset())
+                return self._identity.full_name(last.fqn)
+        return None
 
     @contextmanager
     def hidden(self, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:

@@ -161,7 +161,7 @@ def test_a_unit_that_enters_its_own_forward_is_refused_by_name() -> None:
         return str(caught.value)
 
     for message in fsdp_sim.simulate(program, 2).results:
-        assert re.search(r"got FORWARD to FORWARD for '1'", message)
+        assert re.search(r"inside its own forward, got FsdpRecursive of unit '1' again;", message)
 
 
 def test_recomputation_that_is_taken_for_a_forward_is_counted(

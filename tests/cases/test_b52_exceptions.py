@@ -118,7 +118,9 @@ def test_an_interrupt_in_forward_is_followed_by_a_reset() -> None:
             with pytest.raises(Interrupt):
                 attempt(model, rank, number)
             model.get_submodule("B").raises_in = ""  # type: ignore[assignment]
-            with pytest.raises(StateError, match=re.escape("or context.reset() after an error")):
+            with pytest.raises(
+                StateError, match=re.escape("or context.reset() after an interrupt")
+            ):
                 attempt(model, rank, number)
             model.context.reset()
             assert_resting(model)

@@ -17,6 +17,7 @@ from tests.cases.programs import (
     assert_resting,
     batch,
     check_parity,
+    check_values,
     fill,
     gathered,
     integers,
@@ -70,6 +71,20 @@ def test_a_registered_method_gathers_once_rests_and_trains() -> None:
         assert [name for name in gathered(ops) if "encoder" in name or "root 0" in name] == [
             "<root> (root 0)"
         ] * 2
+
+
+def by_forward(model: nn.Module, rank: int, number: int) -> None:
+    """Enter through `forward`, which calls a method that was registered."""
+    encoder, head = model.get_submodule("encoder"), model.get_submodule("head")
+    if hasattr(encoder, "context") and number == 0:
+        fsdp_core.register_forward_method(encoder, "encode")
+    loss_of(head(encoder(batch(rank, number))), rank).backward()
+
+
+@pytest.mark.everywhere
+def test_a_forward_may_call_a_registered_method_of_its_own_module() -> None:
+    """It finds the weights as they are: no second entry."""
+    check_values(Training(build, by_forward, ("encoder", "head"), steps=2))
 
 
 def test_a_registered_method_leaves_the_unit_resting() -> None:

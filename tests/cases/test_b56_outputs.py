@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -10,10 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_core import hooks
+from fsdp_core import SchedulePolicy, StateError, hooks
 from fsdp_core.hooks import CONTAINER_PARTS_MAX
 from fsdp_sim.program.model import fold
-from tests.cases.programs import Row, Training, batch, check_parity, fill, linear, loss_of
+from tests.cases.programs import (
+    ZERO_1,
+    Row,
+    Training,
+    assert_resting,
+    batch,
+    check_parity,
+    check_values,
+    fill,
+    linear,
+    loss_of,
+    shard,
+)
+from tests.core.worlds import on_ranks, world_size
 
 
 @dataclass
@@ -320,3 +334,107 @@ def test_an_output_that_is_not_looked_into_is_found(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(RuntimeError, match="storage of size 0"):
         check_parity(wrapped("dataclass"))
+
+
+# ---------------------------------------------------------------------- weights, and what has still to run
+
+
+class Holder(nn.Module):
+    """Returns what `of` makes of its weight, beside an output."""
+
+    def __init__(self, of: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.of = linear(), of
+
+    def forward(self, x: Tensor) -> Any:
+        """Return an output and the other."""
+        return self.layer(x), self.of(self.layer.weight)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("of", [lambda w: w, lambda w: {"deep": [w.t()]}, lambda w: w.detach()[1:]])
+def test_a_weight_that_is_freed_behind_the_forward_is_not_returned(
+    of: Callable[[Tensor], Any], grad: bool
+) -> None:
+    """Nor a view of it: reading it would read nothing."""
+
+    def body(rank: int) -> str:
+        shard(model := nn.Sequential(linear(), Holder(of)), "1", "", mesh=(world_size(2),))
+        with torch.set_grad_enabled(grad), pytest.raises(StateError) as caught:
+            model(batch(rank))
+        assert_resting(model)
+        assert caught.value.fqn == "1.layer.weight"
+        return str(caught.value)
+
+    message = (
+        "a forward must not return weights, which are freed behind it, got '1.layer.weight', or a "
+        "view of it, from unit '1'; use parameter.clone(), or "
+        "SchedulePolicy(reshard_after_forward=False)"
+    )
+    ranks = world_size(2)
+    assert on_ranks(body, ranks) == [message] * ranks
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        (Tensor.clone, {}),
+        (lambda w: w, {"schedule_policy": SchedulePolicy(reshard_after_forward=False)}),
+        (lambda w: w.t(), {"placements": ZERO_1}),
+    ],
+)
+def test_a_copy_or_a_weight_that_stays_is_returned(
+    of: Callable[[Tensor], Any], options: dict[str, Any]
+) -> None:
+    """What the refusal says to do has the gradients of the unsharded run."""
+
+    def step(model: nn.Module, rank: int, _number: int) -> None:
+        y, weight = model(batch(rank))
+        loss_of(y @ weight, rank).backward()
+
+    build = partial(Holder, of)
+    check_values(Training(lambda: fill(build()), step, ("",), options=options))
+
+
+class Lazy(nn.Module):
+    """Begins when its output is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield one output."""
+        yield self.layer(x)
+
+
+class Awaited(Lazy):
+    """Begins when its output is awaited."""
+
+    async def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Return one output."""
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize(("kind", "output"), [(Lazy, "generator"), (Awaited, "coroutine")])
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_a_forward_that_has_still_to_run_is_refused(kind: type[nn.Module], output: str) -> None:
+    """It would find the weights freed."""
+
+    def body(rank: int) -> str:
+        shard(model := kind(), "", mesh=(world_size(2),))
+        with pytest.raises(StateError) as caught:
+            model(batch(rank))
+        assert_resting(model)
+        return str(caught.value)
+
+    message = (
+        f"a forward must have used its weights when it returns, got a {output} from unit '<root>'; "
+        f"have it return a list, or shard the modules that it calls"
+    )
+    ranks = world_size(2)
+    assert on_ranks(body, ranks) == [message] * ranks

@@ -29,6 +29,7 @@ from fsdp_core import (
     microbatch,
 )
 from tests.cases.programs import SHARDED, Row, batch, fill, linear, loss_of, mesh_of, shard
+from tests.cases.test_b62_delayed_gradients import MANAGED, Delayed
 
 PACKAGE = Path(fsdp_core.__file__).parent
 KINDS = {
@@ -360,6 +361,44 @@ def enter_twice(rank: int) -> None:
     step(model, rank)
 
 
+def run_before_a_delayed_gradient(rank: int) -> None:
+    """A forward of a unit whose last backward is not over."""
+    model = nn.ModuleDict({"layers": Row(first=linear(), last=Delayed())})
+    shard(model, "layers.first", "layers.last", "", runtime_policy=MANAGED)
+    step(model, rank)
+    step(model, rank)
+
+
+def run_lazily(rank: int) -> None:
+    """A forward that returns before it has begun."""
+
+    class Lazy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            yield super().forward(x)
+
+    model = nn.ModuleDict({"layers": Row(first=linear(), last=Lazy(2, 2))})
+    shard(model, "layers.first", "layers.last", "")
+    last(model)(batch(rank))
+
+
+def return_weight(rank: int) -> None:
+    """A forward that returns a view of its weight."""
+
+    class Holder(nn.Linear):
+        def forward(self, _x: torch.Tensor) -> torch.Tensor:
+            return self.weight.t()
+
+    model = nn.ModuleDict({"layers": Row(first=linear(), last=Holder(2, 2))})
+    shard(model, "layers.first", "layers.last", "")
+    step(model, rank)
+
+
+def transform(rank: int) -> None:
+    """Another differentiation than that of backward passes."""
+    model, _ = two_units()
+    torch.func.grad(lambda x: last(model)(x).sum())(batch(rank))
+
+
 def declared(model: nn.Module, count: int) -> None:
     """Shard two units, of which the last is to get `count` gradients."""
     policy = SchedulePolicy(grad_accumulation_count=count)
@@ -549,6 +588,10 @@ FAILURES = [
     reshard_inside,
     load_inside,
     enter_twice,
+    run_before_a_delayed_gradient,
+    run_lazily,
+    return_weight,
+    transform,
     declare_too_few,
     step_mid_window,
     change_dtype,

@@ -947,7 +947,7 @@ def test_parameters_without_gradients_are_listed_by_name() -> None:
 
 
 @pytest.mark.everywhere
-def test_phases_are_resting_between_passes() -> None:
+def test_a_unit_is_in_its_forward_phase_in_a_forward_hook_and_rests_between_passes() -> None:
     """The public property says what a unit is doing."""
 
     def body(rank: int) -> None:
@@ -958,7 +958,7 @@ def test_phases_are_resting_between_passes() -> None:
         a.register_forward_hook(lambda *_: seen.append(a.phase))
         step(model, rank, 0)
 
-        assert seen == [Phase.RESTING]
+        assert seen == [Phase.FORWARD]
         assert a.phase is Phase.RESTING
 
     on_ranks(body, 2)

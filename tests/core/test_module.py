@@ -133,7 +133,7 @@ class Wrap(nn.Module):
 
 @pytest.mark.everywhere
 def test_a_unit_entered_from_inside_its_own_forward_is_refused() -> None:
-    """The error names the unit and both phases; the unit rests behind it."""
+    """The error names the unit and says what works instead; the unit rests behind it."""
 
     class Recursive(nn.Module):
         """Calls itself once."""
@@ -144,18 +144,25 @@ def test_a_unit_entered_from_inside_its_own_forward_is_refused() -> None:
 
         def forward(self, x: Tensor, depth: int = 1) -> Tensor:
             """Call itself if depth is left."""
-            y: Tensor = self(x, depth - 1) if depth else self.layer(x)
+            call = self if depth > 0 else self.forward
+            y: Tensor = call(x, abs(depth) - 1) if depth else self.layer(x)
             return y
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> str:
         shard(model := fill(Recursive()), "")
-        with pytest.raises(StateError, match=r"got FORWARD to FORWARD for '<root>'"):
+        with pytest.raises(StateError) as caught:
             model(batch(rank))
         assert_resting(model)
-        model(batch(rank), 0).sum().backward()
+        model(batch(rank), -1).sum().backward()
         assert_resting(model)
+        return str(caught.value)
 
-    on_ranks(body, 2)
+    message = (
+        "a module must not be called inside its own forward, got FsdpRecursive of unit '<root>' "
+        "again; call self.forward(...) there, which finds the weights gathered, or context.reset() "
+        "after an interrupt"
+    )
+    assert on_ranks(body, 2) == [message] * 2
 
 
 # ---------------------------------------------------------------------- several modules
@@ -477,6 +484,64 @@ def test_tied_and_delayed_parameters_are_refused() -> None:
             shard(model, "", mesh=(1,))
 
     on_ranks(lambda _rank: body(), 1)
+
+
+# ---------------------------------------------------------------------- hooks and transforms of users
+
+
+@pytest.mark.everywhere
+def test_a_forward_hook_finds_full_weights_whenever_it_was_registered() -> None:
+    """Before sharding or behind it; what it makes of the weights has its gradient."""
+
+    def multiply(module: nn.Module, _args: Any, y: Tensor) -> Tensor:
+        return y * module.get_parameter("weight").sum()
+
+    def add(module: nn.Module, _args: Any, y: Tensor) -> Tensor:
+        return y + module.get_parameter("weight")[0]
+
+    def build() -> nn.Module:
+        (model := linear()).register_forward_hook(multiply)
+        return fill(model)
+
+    def step(model: Any, rank: int, number: int) -> None:
+        if not hasattr(model, "added"):
+            model.added = model.register_forward_hook(add)
+        loss_of(model(batch(rank, number)), rank).backward()
+
+    check_values(Training(build, step, ("",), steps=2))
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", ["grad", "vjp", "jacrev"])
+def test_a_unit_does_not_run_inside_a_transform_that_differentiates_backwards(name: str) -> None:
+    """Backward passes of autograd alone gather weights; the unit rests behind the refusal."""
+    transform: Any = getattr(torch.func, name)
+
+    def body(rank: int) -> str:
+        shard(model := fill(linear()), "", mesh=(1,))
+        x = batch(rank)
+        arguments = (lambda x: model(x).sum(), *((x,) if name == "vjp" else ()))
+        with pytest.raises(StateError) as caught:
+            transform(*arguments) if name == "vjp" else transform(*arguments)(x)
+        assert_resting(model)
+        return str(caught.value)
+
+    message = (
+        "a unit must not run inside torch.func.grad, vjp or jacrev, got unit '<root>', whose weights "
+        "are gathered for backward passes of autograd alone; use torch.autograd.grad"
+    )
+    assert on_ranks(body, 1) == [message]
+
+
+@pytest.mark.everywhere
+def test_a_unit_runs_inside_vmap() -> None:
+    """One call for all rows, and a backward as ever."""
+
+    def step(model: nn.Module, rank: int, number: int) -> None:
+        y = torch.func.vmap(model)(batch(rank, number, rows=3))
+        loss_of(y, rank).backward()
+
+    check_values(Training(lambda: fill(linear()), step, ("",)))
 
 
 # ---------------------------------------------------------------------- driven by hand
