@@ -171,10 +171,10 @@ def show_order_by_query() -> bool:
 
 def show_report(report: fsdp_sim.Report, script: str) -> None:
     """Print the first finding and how to replay it; what else follows from it is counted."""
-    first, *others = report.findings
+    first, *others = (*report.findings, *report.notices)
     console.print(finding_text(first), markup=False)
     if others:
-        kinds = ", ".join(dict.fromkeys(finding.kind for finding in others))
+        kinds = ", ".join(f"{each.kind}{' (a notice)' * each.is_notice}" for each in others)
         console.print(f"and {len(others)} more that follow from it: {kinds}")
     for deviation in report.deviations:
         console.print(deviation, markup=False)
