@@ -15,7 +15,9 @@ class MixedPrecisionPolicy:
         main_params_dtype: what the optimizer updates. None: the parameter's own dtype.
         main_grads_dtype: what gradients are accumulated in and handed to the optimizer in.
             None: the parameter's own dtype.
-        grad_comm_dtype: what gradients are reduced in. None: the dtype they come in.
+        grad_comm_dtype: what the gradients of a backward are reduced in. None: the dtype they come
+            in. What a window ends with, over axes where gradients are partial until then, reduces
+            the accumulated ones, in theirs.
         compute_dtype: what forward and backward see. None: the parameter's own dtype.
     """
 

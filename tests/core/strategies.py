@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp_core import FsdpModule, Placements
 from tests.cases.programs import Row, batch, fill, linear, loss_of
@@ -102,7 +103,7 @@ def whole_of_unit(module: FsdpModule) -> dict[str, Tensor | None]:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of this rank, by kind."""
+    """Counts the collectives of this rank, by kind, and notes the dtypes that each kind carried."""
 
     KINDS = {  # noqa: RUF012 - nobody changes it
         "_allgather_base_": "all-gather",
@@ -113,9 +114,13 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = dict.fromkeys(self.KINDS.values(), 0)
+        self.dtypes: dict[str, set[torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count what is a collective, and run it."""
         if func.namespace == "c10d":
-            self.counts[self.KINDS[func.__name__.removesuffix(".default")]] += 1
+            kind = self.KINDS[func.__name__.removesuffix(".default")]
+            self.counts[kind] += 1
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            self.dtypes.setdefault(kind, set()).update(each.dtype for each in tensors)
         return func(*args, **(kwargs or {}))

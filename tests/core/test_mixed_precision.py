@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_core
 from fsdp_core import MixedPrecisionPolicy
 from tests.cases.programs import batch, fill, linear, loss_of, shard
-from tests.core.strategies import Collectives, mesh_shape, placements_of
+from tests.core.strategies import STRATEGIES, Collectives, P, S, mesh_shape, placements_of
 from tests.core.worlds import on_ranks, world_size
 
 
@@ -53,9 +53,12 @@ def test_whole_weights_are_cast_and_gathered_once_for_each_step_of_the_optimizer
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("name", ["zero_1", "zero_3", "no_shard"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_four_dtypes_are_independent(name: str) -> None:
-    """Main weights, main gradients, reductions and compute each have the dtype asked for."""
+    """Main weights, main gradients, reductions and compute each have the dtype asked for.
+
+    Gathers carry the compute dtype. What a window ends with reduces main gradients, in their own.
+    """
     policy = MixedPrecisionPolicy(
         main_params_dtype=torch.float64,
         main_grads_dtype=torch.float32,
@@ -63,19 +66,29 @@ def test_four_dtypes_are_independent(name: str) -> None:
         compute_dtype=torch.bfloat16,
     )
 
-    def body(rank: int) -> list[Any]:
+    def body(rank: int) -> tuple[Any, ...]:
         model = fill(linear(4, 2))
         seen: list[torch.dtype] = []
         mesh, placements = mesh_shape(name), placements_of(name)
         shard(model, "", mesh=mesh, placements=placements, mixed_precision_policy=policy)
         model.register_forward_hook(lambda _m, _a, y: seen.append(y.dtype))
-        loss_of(model(batch(rank).bfloat16()).float(), rank).backward()
+        with Collectives() as collectives:
+            loss_of(model(batch(rank).bfloat16()).float(), rank).backward()
         weight = dict(model.named_parameters())["weight"]
         assert isinstance(weight, DTensor)
         assert isinstance(weight.grad, DTensor)
-        return [weight.dtype, weight.grad.dtype, *seen]
+        gathered = collectives.dtypes.pop("all-gather", set())
+        reduced = set().union(*collectives.dtypes.values())
+        return weight.dtype, weight.grad.dtype, seen, gathered, reduced
 
-    expected = [torch.float64, torch.float32, torch.bfloat16]
+    parameter, gradient, optimizer = STRATEGIES[name]
+    reduced = set()
+    if set(gradient) != {P}:
+        reduced.add(torch.float16)
+    if gradient != optimizer:
+        reduced.add(torch.float32)
+    gathered = {torch.bfloat16} if S in (*parameter, *optimizer) else set()
+    expected = (torch.float64, torch.float32, [torch.bfloat16], gathered, reduced)
     assert on_ranks(body, world_size(4)) == [expected] * world_size(4)
 
 

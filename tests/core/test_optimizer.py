@@ -300,25 +300,53 @@ def test_groups_may_be_added_later() -> None:
 @pytest.mark.everywhere
 @pytest.mark.parametrize("precision_aware", [True, False])
 def test_gradients_of_another_dtype_are_cast_or_handed_on(*, precision_aware: bool) -> None:
-    """An optimizer that is not aware of precisions gets gradients of the weights' dtype."""
+    """An optimizer that is aware of precisions gets them as they are, so its momentum is bf16 too.
+
+    Any other gets them in the weights' dtype. Both have the bits of the unsharded optimizer that is
+    given the same; bf16 rounds the factor of 257, so the two differ.
+    """
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    handed = torch.bfloat16 if precision_aware else torch.float32
+    ranks = world_size(2)
 
-    def body(rank: int) -> Any:
-        shard(model := fill(linear()), "", mixed_precision_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
+    def gradient(model: nn.Module, rank: int, number: int) -> None:
+        (loss_of(model(batch(rank, number)), rank) * 257).backward()
+
+    def make(parameters: Iterable[Any]) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0, momentum=0.75, foreach=False)
+
+    def body(rank: int) -> tuple[torch.dtype, dict[str, Tensor | None]]:
+        shard(model := fill(linear()), "", mesh=(ranks,), mixed_precision_policy=policy)
+        optimizer = make(model.parameters())
         fsdp_core.fully_shard_optimizer(optimizer, precision_aware=precision_aware)
-        seen: list[torch.dtype] = []
-        optimizer.register_step_pre_hook(
-            lambda opt, _args, _kwargs: seen.extend(
-                each.grad.dtype for group in opt.param_groups for each in group["params"]
-            )
-        )
-        step(model, rank, 0)
-        optimizer.step()
-        return seen
+        for number in range(3):
+            gradient(model, rank, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        momentum = optimizer.state[model.get_parameter("weight")]["momentum_buffer"]
+        return momentum.dtype, local_rows(model)
 
-    expected = torch.bfloat16 if precision_aware else torch.float32
-    assert on_ranks(body, 2) == [[expected]] * 2
+    def whole() -> dict[str, Tensor | None]:
+        model = fill(linear())
+        weight = model.get_parameter("weight")
+        optimizer = make([weight])
+        for number in range(3):
+            for rank in range(ranks):
+                gradient(model, rank, number)
+            assert weight.grad is not None
+            main_grad = (weight.grad / ranks).bfloat16().to(handed)
+            weight.grad = None
+            weight.grad_dtype = handed
+            weight.grad = main_grad
+            optimizer.step()
+            weight.grad = None
+            weight.grad_dtype = torch.float32
+        return local_rows(model)
+
+    results = on_ranks(body, ranks)
+
+    assert [dtype for dtype, _ in results] == [handed] * ranks
+    assert_equal(put_together([rows for _, rows in results], (ranks,)), unsharded(whole))
 
 
 MIXED = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16, compute_dtype=torch.bfloat16)
