@@ -1,7 +1,8 @@
 """fully_shard_optimizer: the bits of the unsharded step; what users see; what is refused."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.cases.programs import (
     put_together,
     shard,
 )
+from tests.core.strategies import mesh_shape, placements_of, reference, whole_by_name, width_of
 from tests.core.worlds import on_ranks, unsharded, world_size
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -123,6 +125,57 @@ def plain_step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -
 def test_every_elementwise_optimizer_gives_the_bits_of_the_unsharded_one(name: str) -> None:
     """Two groups with other learning rates, uneven and empty shards, three steps."""
     train(OPTIMIZERS[name], plain_step)
+
+
+def check_strategy(
+    strategy: str, optimizers: Mapping[str, Make], build: Callable[[], nn.Module]
+) -> None:
+    """Two steps of each optimizer, one after the other, on two ranks for each axis: the same bits."""
+    mesh = mesh_shape(strategy)
+    mesh = mesh if len(mesh) > 1 else (world_size(2),)
+    ranks = torch.Size(mesh).numel()
+
+    def body(rank: int) -> dict[str, dict[str, Tensor | None]]:
+        trained = {}
+        for name, make in optimizers.items():
+            model = build()
+            shard(model, "", mesh=mesh, placements=placements_of(strategy))
+            optimizer = fsdp_core.fully_shard_optimizer(make(model.parameters()))
+            for number in range(2):
+                loss_of(model(batch(rank, number, width=width_of(model))), rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            trained[name] = whole_by_name(model)
+        return trained
+
+    results = on_ranks(body, ranks)
+
+    for name, make in optimizers.items():
+        expected = unsharded(partial(reference, build, ranks, 2, 1, make))
+        for trained in results:
+            assert_equal({name: None, **trained[name]}, {name: None, **expected})
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("strategy", ["no_shard", "zero_1", "zero_2", "hsdp"])
+def test_every_elementwise_optimizer_steps_every_strategy(strategy: str) -> None:
+    """Whole weights, shards, and replicas of shards."""
+    check_strategy(strategy, OPTIMIZERS, lambda: fill(Row(a=nn.Linear(2, 5), b=nn.Linear(5, 1))))
+
+
+FUSED: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("strategy", ["no_shard", "zero_1", "zero_2", "zero_3", "hsdp"])
+def test_fused_optimizers_give_the_bits_of_the_unsharded_ones(strategy: str) -> None:
+    """Where shards are whole vectors: on a CPU fused kernels round what is left of a tensor otherwise."""
+    check_strategy(strategy, FUSED, lambda: fill(Row(a=nn.Linear(16, 32), b=nn.Linear(32, 16))))
 
 
 @pytest.mark.everywhere
@@ -555,14 +608,15 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused(make: Make, ad
 def test_an_unknown_optimizer_may_be_vouched_for() -> None:
     """With elementwise=True its steps have parity."""
 
-    def body(rank: int) -> None:
-        shard(model := fill(linear()), "")
+    def body(rank: int) -> dict[str, Tensor | None]:
+        shard(model := fill(linear()), "", mesh=(world_size(2),))
         optimizer = Unknown(model.parameters(), lr=1.0)
         fsdp_core.fully_shard_optimizer(optimizer, elementwise=True)
         step(model, rank, 0)
         optimizer.step()
+        return local_rows(model)
 
-    on_ranks(body, 2)
+    check_one_step(on_ranks(body, world_size(2)), 0)
 
 
 @pytest.mark.everywhere
