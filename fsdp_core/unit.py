@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from types import CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -314,7 +314,8 @@ class ShardedUnit:
         Raises:
             StateError: it has still to run, or returned weights that are freed.
         """
-        if isinstance(output, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+        if isinstance(output, (GeneratorType, CoroutineType)):
+            output.close()  # Python warns of a coroutine that never begins
             msg = (
                 f"a forward must have used its weights when it returns, got a {type(output).__name__} "
                 f"from unit {self.name!r}; have it return a list, or shard the modules that it calls"

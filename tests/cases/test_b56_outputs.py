@@ -421,7 +421,6 @@ class Awaited(Lazy):
 
 @pytest.mark.everywhere
 @pytest.mark.parametrize(("kind", "output"), [(Lazy, "generator"), (Awaited, "coroutine")])
-@pytest.mark.filterwarnings("ignore:coroutine")
 def test_a_forward_that_has_still_to_run_is_refused(kind: type[nn.Module], output: str) -> None:
     """It would find the weights freed."""
 
