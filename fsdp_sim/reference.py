@@ -26,7 +26,7 @@ from fsdp_sim.program.optimizer import make_optimizer
 from fsdp_sim.program.passes import run_pass, set_frozen
 from fsdp_sim.program.results import FullRun, FullStep, Losses, Tensors, floats
 from fsdp_sim.program.spec import PrecisionSpec, ProgramSpec
-from fsdp_sim.program.tree import Unit, unit_specs, units
+from fsdp_sim.program.tree import Unit, parameter_dtype, unit_specs, units, walk
 
 _CPU = torch.device("cpu")
 
@@ -201,7 +201,10 @@ def _average(parameter: Tensor, given: Sequence[Tensor | None], divisor: int) ->
 
 
 def _full(program: ProgramSpec, wholes: Sequence[_Whole], *, of_gradients: bool) -> Tensors:
-    """Return copies of all gradients or parameters, those of each copy of a unit by its own name."""
+    """Return copies of all gradients or parameters, those of each copy of a unit by its own name.
+
+    Gradients come in the dtype in which a sharded run hands them to the optimizer.
+    """
     specs = unit_specs(program)
     of_rank = {rank: dict(w.model.named_parameters()) for w in wholes for rank in w.ranks}
     held: Tensors = {}
@@ -210,5 +213,17 @@ def _full(program: ProgramSpec, wholes: Sequence[_Whole], *, of_gradients: bool)
         for copy, ranks in copies(unit, program.mesh).items():
             parameter = of_rank[ranks[0]][name]
             tensor = parameter.grad if of_gradients else parameter.detach()
-            held[name_in_copy(name, copy)] = None if tensor is None else tensor.clone()
+            if tensor is not None:
+                dtype = _gradient_dtype(program, name) if of_gradients else tensor.dtype
+                tensor = tensor.to(dtype, copy=True)
+            held[name_in_copy(name, copy)] = tensor
     return held
+
+
+def _gradient_dtype(program: ProgramSpec, name: str) -> torch.dtype:
+    """Return what the gradients of a parameter are accumulated in: its own dtype if nothing is said."""
+    path, _, own_name = name.rpartition(".")
+    layer = dict(walk(program.model))[path].layer
+    assert layer is not None, "a parameter belongs to a layer"
+    precision = unit_specs(program)[path].precision or PrecisionSpec()
+    return DTYPES[precision.main_grads or parameter_dtype(layer, own_name)]

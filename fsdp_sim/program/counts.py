@@ -2,7 +2,7 @@
 
 from fsdp_sim.program.exactness import uses_in_step
 from fsdp_sim.program.spec import ProgramSpec, StepSpec
-from fsdp_sim.program.tree import parameter_shapes, units, walk
+from fsdp_sim.program.tree import parameter_dtype, parameter_shapes, units, walk
 
 
 def reductions_max(program: ProgramSpec, step: StepSpec) -> int:
@@ -48,8 +48,6 @@ def _group_count(program: ProgramSpec) -> int:
             layer = nodes[path].layer
             for name in parameter_shapes(layer, program.width) if layer else ():
                 assert layer is not None
-                is_bias = name == "bias"
-                dtype = (layer.bias_dtype or layer.dtype) if is_bias else layer.dtype
-                trains = layer.frozen == "none" or (layer.frozen == "weight" and is_bias)
-                groups[unit.paths, dtype, trains] = None
+                trains = layer.frozen == "none" or (layer.frozen == "weight" and name == "bias")
+                groups[unit.paths, parameter_dtype(layer, name), trains] = None
     return len(groups)

@@ -20,7 +20,7 @@ from fsdp_sim.program.copies import copy_of, name_in_copy
 from fsdp_sim.program.data import initial_weight
 from fsdp_sim.program.delayed import Postponed, linear_with_delayed_weight
 from fsdp_sim.program.spec import LayerSpec, ModuleSpec, Output, PassSpec, ProgramSpec
-from fsdp_sim.program.tree import child_path, parameter_shapes, unit_specs
+from fsdp_sim.program.tree import child_path, parameter_dtype, parameter_shapes, unit_specs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -241,9 +241,8 @@ def _node(model: Node, path: str) -> Node:
 def _register_layer(node: Node, layer: LayerSpec, path: str, width: int) -> None:
     """Register the layer's parameters, whose values are still to be given."""
     for name, shape in parameter_shapes(layer, width).items():
-        own = layer.bias_dtype if name == "bias" and layer.bias_dtype else layer.dtype
         frozen = layer.frozen == "all" or (layer.frozen == "weight" and name != "bias")
-        empty = torch.empty(shape, dtype=DTYPES[own])
+        empty = torch.empty(shape, dtype=DTYPES[parameter_dtype(layer, name)])
         node.register_parameter(name, nn.Parameter(empty, requires_grad=not frozen))
         node.initial[name] = f"{path}.{name}"
 

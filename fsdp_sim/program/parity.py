@@ -160,6 +160,8 @@ def _difference(got: Tensor | None, expected: Tensor | None, tolerance: float) -
     if got is None or expected is None:
         same = got is expected
         return None if same else f"must be {_shown(expected)}, got {_shown(got)}"
+    if got.dtype != expected.dtype:
+        return f"must be of {expected.dtype}, got {got.dtype}"
     if got.shape != expected.shape:
         return f"must have shape {list(expected.shape)}, got {list(got.shape)}"
     apart = (got.double() - expected.double()).abs()

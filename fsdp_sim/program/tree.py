@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_sim.program.spec import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
+from fsdp_sim.program.spec import DType, LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,11 @@ def parameter_shapes(layer: LayerSpec, width: int) -> dict[str, tuple[int, ...]]
     }
     shapes = kinds[layer.kind]
     return {**shapes, "bias": (width,)} if layer.bias else shapes
+
+
+def parameter_dtype(layer: LayerSpec, name: str) -> DType:
+    """Return the dtype in which a parameter of a layer is made."""
+    return layer.bias_dtype or layer.dtype if name == "bias" else layer.dtype
 
 
 def parameter_names(program: ProgramSpec) -> tuple[str, ...]:
