@@ -147,7 +147,11 @@ def _run_step(program: ProgramSpec, wholes: Sequence[_Whole], number: int) -> Fu
     parameters = _full(program, wholes, of_gradients=False)
     for whole in wholes:
         whole.optimizer.zero_grad(set_to_none=step.set_to_none)
-    return FullStep(tuple(floats(rank.losses) for rank in ranks), gradients, parameters)
+    whole_state = wholes[0].model.state_dict() if step.export else {}
+    exported: list[Tensors] = [{name: each.clone() for name, each in whole_state.items()}]
+    exported += [{} for _ in ranks[1:]]
+    losses = tuple(floats(rank.losses) for rank in ranks)
+    return FullStep(losses, gradients, parameters, tuple(exported))
 
 
 def _run_rank(program: ProgramSpec, whole: _Whole, number: int, rank: int) -> _RankStep:

@@ -11,6 +11,9 @@
     flow.py        which passes train
     exactness.py   whether its sums are exact, and the tolerance where they are not
     features.py    which features a program has, for coverage
+    counts.py      how many collectives it may cost
+    memory.py      what its ops say of memory
+    budget.py      what its ops say of early gathers
     data.py        weights and inputs as formulas
     delayed.py     weight gradients that come after the backward
     model.py       the torch modules of a program
@@ -20,9 +23,11 @@
     drive.py       units without hooks, driven by hand
     shard.py       its model sharded by fsdp_core
     run.py         run it on this rank of a process group
+    resume.py      a checkpoint between two steps, and models that were dropped
     shards.py      put the rows of all ranks together
+    parity.py      run it simulated, with every check, and compare it with the unsharded run
 
-The first eleven import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
+The first fourteen import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
 loaded when first asked for.
 """
 

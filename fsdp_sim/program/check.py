@@ -176,6 +176,10 @@ def _check_pass(
     where: str, one: PassSpec, program: ProgramSpec, nodes: dict[str, ModuleSpec]
 ) -> None:
     _within(f"{where}.forwards", one.forwards, 1, STEPS_MAX, "forwards")
+    if one.side_stream and one.forwards == 1:
+        raise SpecError(
+            f"{where}.side_stream", "must be false where there is one forward; it runs on the first"
+        )
     said: set[tuple[str, int]] = set()
     for number, calls in enumerate(one.calls):
         place = f"{where}.calls[{number}]"

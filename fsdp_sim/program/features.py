@@ -6,7 +6,7 @@ from itertools import chain
 
 from fsdp_sim.program.placements import ONE_AXIS, TWO_AXES
 from fsdp_sim.program.spec import LayerSpec, ModuleSpec, PassSpec, ProgramSpec, UnitSpec
-from fsdp_sim.program.tree import Unit, owning_unit, parameter_shapes, units, walk
+from fsdp_sim.program.tree import Unit, owning_unit, parameter_shapes, roots, units, walk
 
 Test = Callable[["Facts"], bool]
 
@@ -66,18 +66,10 @@ def _has_empty_shard(facts: Facts) -> bool:
     return any(shape[0] < facts.program.world_size for shape in facts.shapes())
 
 
-def _several_roots(facts: Facts) -> bool:
-    above = [path for path, module in facts.nodes.items() if module.unit]
-    roots = [
-        p for p in above if not any(o != p and (not o or p.startswith(f"{o}.")) for o in above)
-    ]
-    return len(roots) > 1
-
-
 FEATURES: dict[str, Test] = {
     "several units": lambda f: len(f.units) > 1,
     "units on two levels": lambda f: len(f.units) > 1 and f.unit_levels() > 1,
-    "several roots": _several_roots,
+    "several roots": lambda f: len(roots(f.program)) > 1,
     "container unit": lambda f: any(not _layers(f, unit) for unit in f.units),
     "unit of several modules": lambda f: any(len(unit.paths) > 1 for unit in f.units),
     "several layers in a unit": lambda f: any(len(_layers(f, unit)) > 1 for unit in f.units),
@@ -113,6 +105,7 @@ FEATURES: dict[str, Test] = {
     "several backwards": lambda f: any(
         one.forwards > 1 and one.backward != "joint" for one in f.trained
     ),
+    "second stream": lambda f: any(one.side_stream for one in f.passes),
     "input gradient": lambda f: any(one.input_grad for one in f.trained),
     "exception": lambda f: any(one.raises for one in f.passes),
     "sub-mesh": lambda f: any(spec.axes is not None for spec in f.unit_specs),
@@ -127,6 +120,7 @@ FEATURES: dict[str, Test] = {
     "late rank": lambda f: bool(f.program.faults),
     "several steps": lambda f: len(f.program.steps) > 1,
     "resumed": lambda f: any(step.resume is not None for step in f.program.steps),
+    "whole state": lambda f: any(step.export for step in f.program.steps),
     "zeroed gradients": lambda f: any(not step.set_to_none for step in f.program.steps),
     "recorded": lambda f: f.program.context.prefetch_order == "recorded",
     "one stream": lambda f: not f.program.context.overlap_allgather_reduction,
@@ -134,6 +128,9 @@ FEATURES: dict[str, Test] = {
     "caller syncs": lambda f: f.program.context.caller_managed_grad_sync,
     "prefetch budget": lambda f: any(
         (spec.forward_prefetch, spec.backward_prefetch) != (None, None) for spec in f.unit_specs
+    ),
+    "no prefetch": lambda f: any(
+        0 in (spec.forward_prefetch, spec.backward_prefetch) for spec in f.unit_specs
     ),
     "kept after forward": lambda f: any(not spec.reshard_after_forward for spec in f.unit_specs),
     "divisor": lambda f: any(spec.grad_divisor != 1 for spec in f.unit_specs),
@@ -151,7 +148,6 @@ EXCLUDED: dict[frozenset[str], str] = {
     for feature, others, why in (
         ("ranks differ", ("one rank",), "it takes two"),
         ("ranks differ", ("reentrant checkpoint",), "the order of reductions would differ too"),
-        ("ranks differ", ("frozen later",), "what is applied last must stay trainable"),
         ("resumed", ("sub-mesh",), "a checkpoint has one weight of each name"),
         ("momentum", ("adaptive optimizer",), "it is an option of SGD"),
         (

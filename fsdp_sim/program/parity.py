@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_sim.errors import REPLAY_HINT, Finding, ParityError
+from fsdp_sim.program.budget import gathered_beyond_budgets, shows_budgets
 from fsdp_sim.program.counts import reductions_max, uses_every_prefetch
 from fsdp_sim.program.exactness import gradient_tolerance
 from fsdp_sim.program.memory import frees_weights_first, taken_beside_weights
@@ -44,6 +45,11 @@ def verify(program: ProgramSpec, **options: Any) -> Report:
         differences += [
             f"{place}: its full weights must be freed before memory is taken for its gradients"
             for place in taken_beside_weights(report.trace.ops)
+        ]
+    if shows_budgets(program):
+        differences += [
+            f"{place}: must gather no more early than its budget, but the last unit may overshoot"
+            for place in gathered_beyond_budgets(program, report.trace.ops)
         ]
     if differences:
         raise _parity_error(differences, report)
@@ -140,6 +146,9 @@ def parity_differences(program: ProgramSpec, sharded: FullRun, unsharded: FullRu
             differences += _differing(
                 f"step {number} parameter", got.parameters, expected.parameters, 0.0
             )
+            for rank, whole in enumerate(got.exported):
+                what = f"step {number}, rank {rank}, exported"
+                differences += _differing(what, whole, expected.exported[rank], 0.0)
     return differences
 
 

@@ -43,7 +43,7 @@ def run_pass(
     model.plan.current = one
     try:
         with _grad_mode(one):
-            losses = [_loss(program, model, (*place, n), device) for n in range(one.forwards)]
+            losses = _forwards(program, model, place, device)
         if one.kind == "train":
             _backward(model, one, losses, scope, ends_step=_ends_step(program, place))
     finally:
@@ -59,6 +59,28 @@ def set_frozen(model: nn.Module, step: StepSpec) -> None:
         for path in paths:
             for parameter in model.get_submodule(path).parameters(recurse=False):
                 parameter.requires_grad_(requires_grad)
+
+
+def _forwards(
+    program: ProgramSpec, model: Node, place: tuple[int, int], device: torch.device
+) -> list[Tensor]:
+    """Return the losses of a pass, which the current stream may read.
+
+    Ordering:
+        A second stream begins behind the current one before the first forward, and is joined at the end.
+    """
+    one = program.steps[place[0]].passes[place[1]]
+    accelerator = torch.get_device_module(device)
+    current = accelerator.current_stream()
+    other = accelerator.Stream() if one.side_stream else current
+    if one.side_stream:
+        other.wait_stream(current)
+    losses = [_loss(program, model, (*place, 0), device)]
+    with accelerator.stream(other):
+        losses += [_loss(program, model, (*place, n), device) for n in range(1, one.forwards)]
+    if one.side_stream:
+        current.wait_stream(other)
+    return losses
 
 
 def _loss(

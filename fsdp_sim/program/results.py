@@ -16,6 +16,7 @@ class StepRun:
         losses: of each pass, of each of its forwards; a pass that raised has none.
         gradients: this rank's rows by parameter name, before ``zero_grad``; None where there is none.
         parameters: this rank's rows by parameter name, after the optimizer.
+        exported: the whole state dict, where the step asks for it and this rank gets it.
         unsharded: names under which the model shows another parameter than the sharded one, where the
             step must leave all units at rest.
         stats: the context's counters so far.
@@ -24,6 +25,7 @@ class StepRun:
     losses: tuple[Losses, ...]
     gradients: Tensors
     parameters: Tensors
+    exported: Tensors
     unsharded: tuple[str, ...]
     stats: dict[str, int]
 
@@ -49,12 +51,14 @@ class FullStep:
         losses: per rank, per pass, per forward.
         gradients: full gradients by parameter name; None where there is none.
         parameters: full parameters by name, after the optimizer.
+        exported: per rank, the whole state dict that it got.
         unsharded: names that some rank shows unsharded where it must be at rest.
     """
 
     losses: tuple[tuple[tuple[float, ...], ...], ...]
     gradients: Tensors
     parameters: Tensors
+    exported: tuple[Tensors, ...]
     unsharded: tuple[str, ...] = ()
 
 

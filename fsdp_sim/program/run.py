@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_core
+from fsdp_core.checkpoint import full_state_dict
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program.check import check_program
 from fsdp_sim.program.model import PlannedError
@@ -79,8 +80,9 @@ def _run_step(program: ProgramSpec, sharded: Sharded, number: int) -> StepRun:
         sharded.optimizer.step()
     parameters = _local_rows(sharded.parameters, of_gradients=False)
     sharded.optimizer.zero_grad(set_to_none=step.set_to_none)
+    exported = full_state_dict(sharded.model) if step.export else {}
     unsharded = _unsharded(sharded) if _ends_at_rest(program, step, failed=failed) else ()
-    return StepRun(losses, gradients, parameters, unsharded, _stats(sharded.context))
+    return StepRun(losses, gradients, parameters, exported, unsharded, _stats(sharded.context))
 
 
 def _ends_at_rest(program: ProgramSpec, step: StepSpec, *, failed: bool) -> bool:

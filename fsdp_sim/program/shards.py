@@ -35,6 +35,7 @@ def assemble(program: ProgramSpec, ranks: Sequence[RankRun]) -> FullRun:
                 _join_all(
                     program, specs[n], [step.parameters for step in held], f"step {n} parameter"
                 ),
+                tuple(step.exported for step in held),
                 tuple(dict.fromkeys(name for step in held for name in step.unsharded)),
             )
             for n, held in enumerate(steps)

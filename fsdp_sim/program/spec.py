@@ -16,7 +16,7 @@ from typing import Literal
 
 from fsdp_sim.program.record import Record
 
-SPEC_VERSION = 3
+SPEC_VERSION = 4
 
 DType = Literal["float32", "bfloat16", "float16"]
 Frozen = Literal["none", "weight", "all"]
@@ -183,12 +183,14 @@ class PassSpec(Record):
         kind: ``train``; evaluation under ``no_grad`` or ``inference_mode``; ``enabled`` is a forward
             with gradients enabled and no backward.
         forwards: how many forwards come before the first backward.
+        side_stream: whether all forwards but the first run on a second stream, beside the first one.
         backward: ``joint`` adds the losses, ``each`` calls backward on one loss after the other.
         input_grad: whether the input requires a gradient.
     """
 
     kind: PassKind = "train"
     forwards: int = 1
+    side_stream: bool = False
     backward: Backward = "joint"
     input_grad: bool = False
     calls: tuple[CallsSpec, ...] = ()
@@ -202,6 +204,7 @@ class StepSpec(Record):
     Attributes:
         optimize: whether the optimizer steps.
         set_to_none: the argument of the ``zero_grad`` that ends the step.
+        export: whether the whole state dict is then put together, which only rank 0 gets.
         freeze: modules whose own parameters are frozen before the step.
         unfreeze: modules whose own parameters are unfrozen before the step.
         resume: save model and optimizer before the step, drop them, and go on from the checkpoint with new
@@ -211,6 +214,7 @@ class StepSpec(Record):
     passes: tuple[PassSpec, ...] = (PassSpec(),)
     optimize: bool = True
     set_to_none: bool = True
+    export: bool = False
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
     resume: Strategy | None = None

@@ -60,6 +60,12 @@ def owning_unit(program: ProgramSpec) -> dict[str, str | None]:
     return owner
 
 
+def roots(program: ProgramSpec) -> list[str]:
+    """Return the paths of the modules of units that have no unit above them."""
+    paths = [path for path, module in walk(program.model) if module.unit]
+    return [p for p in paths if not any(o != p and (not o or p.startswith(f"{o}.")) for o in paths)]
+
+
 def unit_specs(program: ProgramSpec) -> dict[str, UnitSpec]:
     """Return, for each module in a unit, the options of that unit."""
     return {path: unit.spec for unit in units(program) for path in unit.members}

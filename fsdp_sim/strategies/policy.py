@@ -34,7 +34,9 @@ def draw_policy(
 
 
 def _budget(draw: Draw, budget_max: int) -> int | None:
-    return number(draw, 0, budget_max) if maybe(draw, 50) else None
+    if not maybe(draw, 50):
+        return None
+    return 0 if maybe(draw, 30) else number(draw, 0, budget_max)
 
 
 def policies(

@@ -13,9 +13,9 @@ from fsdp_sim.program.placements import ONE_AXIS, TWO_AXES, strategies
 from fsdp_sim.program.spec import (
     ContextSpec,
     ModuleSpec,
+    OptimizerSpec,
     OwnerSpec,
     ProgramSpec,
-    StepSpec,
     Strategy,
     TieSpec,
     UnitSpec,
@@ -146,7 +146,8 @@ def _programs(
         recorded=context.prefetch_order == "recorded",
         exceptions=limits.exceptions,
     )
-    program = _declared(draw, _with_trained_ends(replace(program, steps=ran)))
+    program = _adaptive(draw, _with_trained_ends(replace(program, steps=ran)))
+    program = _declared(draw, program)
     program = _resumed(draw, program, limits)
     program = _disturbed(draw, program) if limits.disturbed else program
     return program if is_exact(program) else _in_full_precision(program)
@@ -241,6 +242,13 @@ def _delayed(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     return replace(program, model=replace_module(program.model, path, layer=linear))
 
 
+def _adaptive(draw: Draw, program: ProgramSpec) -> ProgramSpec:
+    """Return ``program`` with Adam, mostly, where a layer is frozen that the optimizer has state of."""
+    if not any(step.freeze for step in program.steps[1:]) or not maybe(draw, 75):
+        return program
+    return replace(program, optimizer=OptimizerSpec("adam", lr=0.5))
+
+
 def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     """Return ``program`` with the number of gradients in a window declared by its units, sometimes.
 
@@ -251,7 +259,7 @@ def _declared(draw: Draw, program: ProgramSpec) -> ProgramSpec:
     if not in_one_piece or not maybe(draw, 15):
         return program
     passes = tuple(replace(one, calls=(), raises=None) for one in program.steps[0].passes)
-    step = StepSpec(passes, set_to_none=program.steps[0].set_to_none)
+    step = replace(program.steps[0], passes=passes, freeze=(), unfreeze=())
     trained = [one for one in passes if one.kind == "train"]
     backwards = sum(1 if one.backward == "joint" else one.forwards for one in trained)
     counts = {

@@ -1,5 +1,6 @@
 """steps: what a program runs, valid by construction for its model."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,13 +13,15 @@ from fsdp_sim.program.spec import (
     Backward,
     CallsSpec,
     ContextSpec,
+    LayerSpec,
     ModuleSpec,
     PassKind,
     PassSpec,
+    ProgramSpec,
     RaiseSpec,
     StepSpec,
 )
-from fsdp_sim.program.tree import child_path, walk
+from fsdp_sim.program.tree import child_path, owning_unit, parameter_shapes, walk
 from fsdp_sim.strategies.arguments import Draw, check_range, maybe, number, pick
 
 Phase = Literal["forward", "backward"]
@@ -31,11 +34,16 @@ class _World:
     Attributes:
         nodes: the modules by path.
         free: modules whose calls may differ from rank to rank.
+        movable: layers that may be frozen and unfrozen later, by path: of units whose calls are the same on
+            all ranks; in others something must stay trainable.
+        owner: the key of the unit that owns each module's parameters.
         recorded: whether every training pass must run the same.
     """
 
     nodes: dict[str, ModuleSpec]
     free: tuple[str, ...]
+    movable: dict[str, LayerSpec]
+    owner: dict[str, str | None]
     world_size: int
     recorded: bool
 
@@ -112,6 +120,17 @@ def _free_in(module: ModuleSpec, path: str, *, anchored: bool) -> Iterator[str]:
         yield from _free_in(child, child_path(path, place), anchored=anchored)
 
 
+def _world(model: ModuleSpec, world_size: int, *, recorded: bool) -> _World:
+    nodes, free, owner = dict(walk(model)), _rank_free(model), owning_unit(ProgramSpec(model))
+    fixed = {owner[path] for path in free}
+    movable = {
+        path: module.layer
+        for path, module in nodes.items()
+        if module.layer is not None and owner[path] not in fixed
+    }
+    return _World(nodes, free, movable, owner, world_size, recorded)
+
+
 def draw_steps(
     draw: Draw,
     model: ModuleSpec,
@@ -122,13 +141,13 @@ def draw_steps(
     exceptions: bool,
 ) -> tuple[StepSpec, ...]:
     """Draw steps, as ``steps`` says."""
-    world = _World(dict(walk(model)), _rank_free(model), world_size, recorded)
+    world = _world(model, world_size, recorded=recorded)
     same = _training_pass(draw, world) if recorded else None
     made: list[StepSpec] = []
     more, odds = True, 50 if not recorded and _gathers_at_once(model) else 95
     while more:  # asked before each step, so that shrinking can cut any step out
         more, odds = len(made) + 1 < steps_max and maybe(draw, odds), 30
-        freezes = not recorded or not made
+        freezes = 0 if recorded and made else 30 if made else 12
         made.append(_step(draw, world, same, exceptions=exceptions and more, freezes=freezes))
     return tuple(made)
 
@@ -146,7 +165,7 @@ def _gathers_at_once(model: ModuleSpec) -> bool:
 
 
 def _step(
-    draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool, freezes: bool
+    draw: Draw, world: _World, same: PassSpec | None, *, exceptions: bool, freezes: int
 ) -> StepSpec:
     microbatches = pick(draw, (1, 1, 1, 1, 2, 2, 3))
     passes = [same or _training_pass(draw, world) for _ in range(microbatches)]
@@ -157,12 +176,34 @@ def _step(
         passes[place] = _raising(draw, world, passes[place])
     freeze: tuple[str, ...] = ()
     unfreeze: tuple[str, ...] = ()
-    if freezes and not world.free and maybe(draw, 12):  # what ranks may leave out stays trainable
-        layer = pick(draw, [path for path, module in world.nodes.items() if module.layer])
-        freeze, unfreeze = ((), (layer,)) if maybe(draw, 50) else ((layer,), ())
+    if world.movable and maybe(draw, freezes):
+        trained = _trained(world)
+        if trained and maybe(draw, 70):
+            freeze = (pick(draw, trained),)
+        else:
+            unfreeze = (pick(draw, list(world.movable)),)
+    export = maybe(draw, 12) and not any(one.raises for one in passes)
     return StepSpec(
-        tuple(passes), set_to_none=not maybe(draw, 15), freeze=freeze, unfreeze=unfreeze
+        tuple(passes),
+        set_to_none=not maybe(draw, 15),
+        export=export,
+        freeze=freeze,
+        unfreeze=unfreeze,
     )
+
+
+def _trained(world: _World) -> list[str]:
+    """Return the trained layers that may be frozen: such as leave two weights in their unit, if any do."""
+    trained = {path: layer for path, layer in world.movable.items() if layer.frozen == "none"}
+    counts: Counter[str | None] = Counter()
+    for path, layer in trained.items():
+        counts[world.owner[path]] += len(parameter_shapes(layer, 1))
+    leave_two = [
+        path
+        for path, layer in trained.items()
+        if counts[world.owner[path]] >= len(parameter_shapes(layer, 1)) + 2
+    ]
+    return leave_two or list(trained)
 
 
 def _training_pass(draw: Draw, world: _World) -> PassSpec:
@@ -173,13 +214,15 @@ def _training_pass(draw: Draw, world: _World) -> PassSpec:
     backwards: tuple[Backward, ...] = ("joint", "each", "each_reversed")
     one_backward = world.recorded or any(each.ranks is not None for each in calls)
     backward = pick(draw, backwards) if forwards > 1 and not one_backward else "joint"
-    return PassSpec("train", forwards, backward, maybe(draw, 60), calls)
+    return PassSpec(forwards=forwards, backward=backward, input_grad=maybe(draw, 60), calls=calls)
 
 
 def _evaluation(draw: Draw, world: _World) -> PassSpec:
     kinds: tuple[PassKind, ...] = ("no_grad", "inference", "enabled", "enabled")
     kind = pick(draw, kinds[:2] if world.recorded else kinds)
-    return PassSpec(kind, calls=_calls(draw, world) if maybe(draw, 30) else ())
+    calls = _calls(draw, world) if maybe(draw, 30) else ()
+    is_double = maybe(draw, 30)
+    return PassSpec(kind, 1 + is_double, is_double, calls=calls)
 
 
 def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
@@ -187,6 +230,8 @@ def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
 
     Under RECORDED it comes behind a layer: the output of a module that only hands its input on would be one
     more node of the graph, so that backward would run in another order.
+
+    It comes on one stream: whoever catches it knows nothing of another one that still reads weights.
 
     A step follows in which the program must have recovered; it also frees what PyTorch's engine keeps
     queued of a backward that raised, until the next one.
@@ -196,7 +241,7 @@ def _raising(draw: Draw, world: _World, one: PassSpec) -> PassSpec:
     can = one.kind == "train" and (world.nodes[path].layer is not None or not world.recorded)
     phase: Phase = "backward" if can and maybe(draw, 50) else "forward"
     left = _recovers(world, path) and maybe(draw, 30)
-    return replace(one, raises=RaiseSpec(path, phase, reset=not left))
+    return replace(one, side_stream=False, raises=RaiseSpec(path, phase, reset=not left))
 
 
 def _recovers(world: _World, path: str) -> bool:

@@ -9,7 +9,15 @@ from fsdp_core import checkpoint_files
 from fsdp_core.unit import ShardedUnit
 from fsdp_sim.errors import ParityError
 from fsdp_sim.mutation.change import replaced
-from fsdp_sim.program import LayerSpec, ModuleSpec, OptimizerSpec, ProgramSpec, StepSpec, UnitSpec
+from fsdp_sim.program import (
+    LayerSpec,
+    ModuleSpec,
+    OptimizerSpec,
+    ProgramSpec,
+    StepSpec,
+    UnitSpec,
+    run,
+)
 from fsdp_sim.program.check import SpecError, check_program
 from fsdp_sim.program.parity import verify
 from fsdp_sim.program.spec import Strategy
@@ -73,6 +81,26 @@ def test_a_model_that_waits_for_the_garbage_collector_is_reported() -> None:
         "ParityError: rank 0: a dropped model must be freed at once, got the context, module '', "
         "parameter 'weight'"
     )
+
+
+def test_a_wrong_weight_in_the_whole_state_is_reported() -> None:
+    """What rank 0 gets is the unsharded run's, by every name; what others get is nothing."""
+
+    def change(full_state_dict: Any) -> Any:
+        @wraps(full_state_dict)
+        def wrong(model: Any) -> Any:
+            return {name: each + 1 for name, each in full_state_dict(model).items()}
+
+        return wrong
+
+    program = ProgramSpec(ROWS, width=1, steps=(StepSpec(), StepSpec(export=True)))
+    verify(program)
+
+    with replaced(run, "full_state_dict", change), pytest.raises(ParityError) as caught:
+        verify(program)
+
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith("ParityError: step 1, rank 0, exported 'weight' must be ")
 
 
 ON_ONE_AXIS = ProgramSpec(

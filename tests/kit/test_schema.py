@@ -67,8 +67,8 @@ def test_a_program_prints_as_the_code_that_makes_it(program: ProgramSpec) -> Non
         ("model", [], "model: must be an object (ModuleSpec), got []"),
         ("model/join", "zip", 'model.join: must be one of chain, sum; got "zip"'),
         ("steps/0/set_to_none", 1, "steps[0].set_to_none: must be of type bool, got 1"),
-        ("version", 99, "version: must be 3, got 99; update fsdp_sim"),
-        ("version", ..., "version: must be the whole number 3, got None"),
+        ("version", 99, "version: must be 4, got 99; update fsdp_sim"),
+        ("version", ..., "version: must be the whole number 4, got None"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_path(path: str, value: Any, message: str) -> None:
@@ -124,6 +124,11 @@ def test_a_tree_that_nests_too_deep_is_refused() -> None:
         ("model/children/0/unit", None, "model at '0': a layer must be in a unit"),
         ("model/children/0/unit/strategy", "hsdp", "model at '0', unit.strategy: must be one of"),
         ("ties", [{"source": "0", "module": "9"}], "ties[0].module: must be the path of a module"),
+        (
+            "steps/0/passes/0/side_stream",
+            True,
+            "steps[0].passes[0].side_stream: must be false where there is one forward",
+        ),
         ("steps/0/freeze", [""], "steps[0].freeze: must name a module with a layer, got ''"),
     ],
 )
