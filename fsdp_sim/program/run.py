@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp_core
-from fsdp_core.checkpoint import full_state_dict
+from fsdp_core.full_state import full_state_dict
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program.check import check_program
 from fsdp_sim.program.model import PlannedError
