@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from fsdp_sim.checkers import Checker
+from fsdp_sim.checkers.deadlock import Stand
 from fsdp_sim.checkers.liveness import Liveness
 from fsdp_sim.clock import Clocks
 from fsdp_sim.errors import Finding
@@ -194,7 +195,11 @@ def _key(finding: Finding) -> tuple[object, ...]:
 
 
 def analyse(
-    ops: Iterable[Op], checkers: Iterable[Checker], rank_count: int, *, ended: Sequence[int] = ()
+    ops: Iterable[Op],
+    checkers: Iterable[Checker],
+    rank_count: int,
+    *,
+    stands: Sequence[Stand] = (),
 ) -> Analysis:
     """Feed all of a stored trace, to its end.
 
@@ -202,14 +207,14 @@ def analyse(
         ops: of all ranks.
         checkers: as ``checkers.make`` gives them.
         rank_count: number of ranks.
-        ended: ranks that are known to have issued all that they ever will.
+        stands: where the ranks' hosts stood at the end of the run, if that is known.
     """
     analysis = Analysis(checkers, rank_count)
     for op in ops:
         analysis.feed(op)
     liveness = analysis.checker(Liveness)
-    if ended and liveness is not None and not liveness.has_deadlock:
-        finding = liveness.never_issued(rank_count, ended)
+    if stands and liveness is not None and not liveness.has_deadlock:
+        finding = liveness.never_completes(stands)
         if finding is not None:
             analysis.add(finding)
     analysis.end()

@@ -278,10 +278,13 @@ class Simulation:
         if self.faults is not None and self.faults.wake_delayed():
             return None
         finding = stuck.find_deadlock(self.machines)
-        if finding is not None:
-            self.analysis.add(finding)
-            return FINDING_KINDS["Deadlock"](finding.describe(), finding=finding)
-        return None if stuck.go_on(self.machines) else stuck.cannot_run_ahead(self.machines)
+        if finding is None and stuck.go_on(self.machines):
+            return None
+        self.trace.stands = stuck.stands(self.machines)
+        if finding is None:
+            return stuck.cannot_run_ahead(self.machines)
+        self.analysis.add(finding)
+        return FINDING_KINDS["Deadlock"](finding.describe(), finding=finding)
 
     def _judge_end(self) -> None:
         """Judge what is left at the end of a program; one that was stopped has had no chance to tidy up.
@@ -315,5 +318,5 @@ class Simulation:
             probes={**self.probes, **{f"fault {rule}": n > 0 for rule, n in faults.items()}},
         )
         self.trace.schedule = schedule
-        self.trace.ended = tuple(rank.index for rank in world.ranks if rank.has_ended)
+        self.trace.stands = self.trace.stands or stuck.ends(self.machines)
         return report

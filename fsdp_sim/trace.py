@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_sim import chrome, trace_file
+from fsdp_sim.checkers.deadlock import Stand
 from fsdp_sim.digest import RankDigest, add_words, combined
 from fsdp_sim.errors import ConfigError, RunError
 from fsdp_sim.op import Access, Kind, Op
@@ -28,7 +29,7 @@ class Trace:
 
     Attributes:
         schedule: how the run was scheduled, when that is known.
-        ended: ranks whose programs have come to their ends; none where that is not known.
+        stands: where the ranks' hosts stood when the run ended; none where that is not known.
         keeps_all: all ops are kept.
     """
 
@@ -38,7 +39,7 @@ class Trace:
         self.world_size = world_size
         self.ranks = tuple(range(world_size)) if ranks is None else tuple(sorted(ranks))
         self.schedule: Schedule | None = None
-        self.ended: tuple[int, ...] = ()
+        self.stands: tuple[Stand, ...] = ()
         self.keeps_all = keep_ops
         self._ops: list[Op] | deque[Op] = [] if keep_ops else deque(maxlen=LAST_OPS_KEPT)
         self._digests = [RankDigest() for _ in range(world_size)]
@@ -87,7 +88,7 @@ class Trace:
         header = {
             "world_size": self.world_size,
             "ranks": self.ranks,
-            "ended": self.ended,
+            "stands": [trace_file.stand_record(stand) for stand in self.stands],
             "schedule": None if self.schedule is None else str(self.schedule),
             "torch": str(torch_version),
             "digest": self.digest,
@@ -104,7 +105,7 @@ class Trace:
         """
         header, ops = trace_file.read(path)
         trace = cls.of(ops, header["world_size"], header["ranks"])
-        trace.ended = tuple(header["ended"])
+        trace.stands = header["stands"]
         if header["schedule"] is not None:
             trace.schedule = Schedule.parse(header["schedule"])
         if trace.digest != header["digest"]:

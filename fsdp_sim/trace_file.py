@@ -1,29 +1,32 @@
 """Trace files: ops as JSON lines of a versioned schema, from a simulation or a recorder.
 
 The first line is a header: ``schema``, ``version``, ``world_size``, ``ranks`` (whose ops are in it),
-``ended`` (ranks whose programs have come to their ends, where that is known), ``schedule`` (or null),
+``stands`` (where each rank's host stood at the end, where that is known), ``schedule`` (or null),
 ``torch``, ``digest``, ``order_digest``.  Every other line is one op: the fields of ``Op`` by their names,
 without those that have their default.  A source is ``[file, line]``, with the user's line as a third
 where the line is a library's.  An access is ``[block, lo, hi, write]``, with ``[itemsize, sizes,
-strides]`` behind where not every byte of the range is touched.  Reading one runs nothing.
+strides]`` behind where not every byte of the range is touched.  A stand has the fields of ``Stand``; what it
+waits for is ``["op", rank, index]``, ``["key", name]`` or ``["call", rank, name]``.  Reading one runs nothing.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_sim.checkers.deadlock import Arrival, Issued, Stand, StoreKey
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.op import Access, Call, Kind, Op, Source
 
 SCHEMA = "fsdp_sim.trace"
-VERSION = 3
+VERSION = 4
 HEADER = (
     "schema",
     "version",
     "world_size",
     "ranks",
-    "ended",
+    "stands",
     "schedule",
     "torch",
     "digest",
@@ -117,13 +120,43 @@ def _header(path: str | Path, line: str) -> dict[str, Any]:
         )
     if tuple(header) != HEADER or not isinstance(header["world_size"], int):
         raise ConfigError(f"{path}:1 must have the fields {', '.join(HEADER)}, got {line[:200]!r}")
-    for name in ("ranks", "ended"):
-        ranks = header[name]
-        if not isinstance(ranks, list) or not set(ranks) <= set(range(header["world_size"])):
-            raise ConfigError(
-                f"{path}:1 {name} must be numbers below {header['world_size']}, got {ranks!r}"
-            )
+    ranks = header["ranks"]
+    if not isinstance(ranks, list) or not set(ranks) <= set(range(header["world_size"])):
+        raise ConfigError(
+            f"{path}:1 ranks must be numbers below {header['world_size']}, got {ranks!r}"
+        )
+    try:
+        header["stands"] = tuple(_stand(**record) for record in header["stands"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{path}:1 stands must say of each rank where its host stood, got "
+            f"{str(header['stands'])[:200]}: {error}"
+        ) from error
+    if [stand.rank for stand in header["stands"]] not in ([], list(range(header["world_size"]))):
+        raise ConfigError(f"{path}:1 stands must be of all ranks in order, or none")
     return header
+
+
+_AWAITED: dict[str, Callable[..., Issued | StoreKey | Arrival]] = {
+    "op": Issued,
+    "key": StoreKey,
+    "call": Arrival,
+}
+
+
+def stand_record(stand: Stand) -> dict[str, Any]:
+    """Return a stand as the header holds it."""
+    names = {kind: name for name, kind in _AWAITED.items()}
+    stored = stand.stored()
+    waits_for = [[names[type(each)], *astuple(each)] for each in stored.waits_for]  # type: ignore[index, arg-type]
+    return {**asdict(replace(stored, waits_for=())), "waits_for": waits_for}
+
+
+def _stand(
+    *, rank: int, is_ended: bool, is_host_wait: bool, describe: str, waits_for: list[list[Any]]
+) -> Stand:
+    awaited = tuple(_AWAITED[kind](*fields) for kind, *fields in waits_for)
+    return Stand(int(rank), bool(is_ended), bool(is_host_wait), awaited, str(describe))
 
 
 def _ops(path: str | Path, lines: Iterable[tuple[int, str]], ranks: Sequence[int]) -> Iterator[Op]:

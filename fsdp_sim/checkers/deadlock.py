@@ -1,7 +1,7 @@
 """Deadlock: when nobody can run - is it a deadlock on hardware too, and who is missing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_sim.checkers.device_graph import Operation
 from fsdp_sim.errors import Finding, OpSite
@@ -41,12 +41,20 @@ class Arrival:
         return f"rank {self.rank} to call {self.call}"
 
 
+@dataclass(frozen=True)
+class Issued:
+    """An operation as a stored trace names it: by an op with which a rank takes part in it."""
+
+    rank: int
+    index: int
+
+
 Awaited = Operation | StoreKey | Arrival
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank's host stands.
+    """Where a rank's host stands, or stood when a stored run ended.
 
     Attributes:
         is_ended: its program has returned or raised.
@@ -58,8 +66,26 @@ class Stand:
     rank: int
     is_ended: bool
     is_host_wait: bool
-    waits_for: tuple[Awaited, ...]
+    waits_for: tuple[Awaited | Issued, ...]
     describe: str
+
+    def stored(self) -> "Stand":
+        """Return it with operations named, as a trace holds them."""
+        waits_for = (
+            _names(each)[0] if isinstance(each, Operation) else each for each in self.waits_for
+        )
+        return replace(self, waits_for=tuple(waits_for))
+
+    def among(self, operations: Sequence[Operation]) -> "Stand":
+        """Return it with the operations that are named, of those that are not done."""
+        named = {name: each for each in operations for name in _names(each)}
+        found = (named.get(each) if isinstance(each, Issued) else each for each in self.waits_for)
+        return replace(self, waits_for=tuple(each for each in found if each is not None))
+
+
+def _names(operation: Operation) -> list[Issued]:
+    ops = (launch.op_of(operation) for launch in operation.launches.values())
+    return [Issued(op.rank, op.index) for op in ops if op is not None]
 
 
 def judge(operations: Sequence[Operation], stands: Sequence[Stand], site: Site) -> Finding | None:
@@ -70,7 +96,9 @@ def judge(operations: Sequence[Operation], stands: Sequence[Stand], site: Site) 
     on some device is behind one that cannot complete.  Everything else might go on: the fixed point
     below starts from "nothing can complete" and lets go of what could.
     """
-    keys = [each for stand in stands for each in stand.waits_for if not isinstance(each, Operation)]
+    stands = [stand.among(operations) for stand in stands]
+    awaited = [each for stand in stands for each in stand.waits_for]
+    keys = [each for each in awaited if isinstance(each, (StoreKey, Arrival))]
     everything: list[Awaited] = [*operations, *dict.fromkeys(keys)]
     blocked = dict.fromkeys(everything)
     hosts = {stand.rank: stand for stand in stands}

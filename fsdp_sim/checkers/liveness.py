@@ -56,18 +56,8 @@ class Liveness:
         """Return nothing: what a stored trace does not hold may have been cut off."""
         return ()
 
-    def never_issued(self, rank_count: int, ended: Sequence[int]) -> Finding | None:
-        """Return what never completes, since ranks of a stored run have ended without their part."""
-        stands = [
-            deadlock.Stand(
-                rank,
-                is_ended=rank in ended,
-                is_host_wait=False,
-                waits_for=(),
-                describe="has ended" if rank in ended else "has not",
-            )
-            for rank in range(rank_count)
-        ]
+    def never_completes(self, stands: Sequence[deadlock.Stand]) -> Finding | None:
+        """Return what never completes, from where the hosts of a stored run stood at its end."""
         return deadlock.judge(self._streams.operations(), stands, self._words.site)
 
     def _cycle(self, op: Op, call: Call, clock: Clock) -> Finding | None:

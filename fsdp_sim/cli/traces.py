@@ -88,7 +88,7 @@ def _is_replay_file(file: str) -> bool:
 
 
 def _findings_of(run: Trace) -> Sequence[Finding]:
-    return analyse(run.ops, make(CHECKERS), run.world_size, ended=run.ended).findings
+    return analyse(run.ops, make(CHECKERS), run.world_size, stands=run.stands).findings
 
 
 def _errors_of(run: Trace) -> list[Finding]:

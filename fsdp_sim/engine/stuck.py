@@ -11,14 +11,24 @@ from fsdp_sim.errors import CannotRunAhead, Finding, OpSite, SimulationError
 from fsdp_sim.op import Op
 
 
+def stands(machines: Sequence[Machine]) -> tuple[deadlock.Stand, ...]:
+    """Return where the ranks' hosts stand."""
+    return tuple(_stand(machine.rank) for machine in machines)
+
+
+def ends(machines: Sequence[Machine]) -> tuple[deadlock.Stand, ...]:
+    """Return who has come to its end by itself, when the run is over."""
+    return tuple(_end(machine.rank) for machine in machines)
+
+
 def find_deadlock(machines: Sequence[Machine]) -> Finding | None:
     """Return the deadlock that the ranks are in, on hardware as here."""
-    return deadlock.judge(_operations(machines), _stands(machines), _site(machines))
+    return deadlock.judge(_operations(machines), stands(machines), _site(machines))
 
 
 def find_unfinished(machines: Sequence[Machine]) -> Finding | None:
     """Return the operations that never complete although every program has ended by itself."""
-    return deadlock.unfinished(_operations(machines), _stands(machines), _site(machines))
+    return deadlock.unfinished(_operations(machines), stands(machines), _site(machines))
 
 
 def go_on(machines: Sequence[Machine]) -> bool:
@@ -34,7 +44,7 @@ def go_on(machines: Sequence[Machine]) -> bool:
 
 def cannot_run_ahead(machines: Sequence[Machine]) -> SimulationError:
     """Return the error of a run that hardware would finish and the simulator cannot."""
-    lines = "\n".join(f"  rank {stand.rank} {stand.describe}" for stand in _stands(machines))
+    lines = "\n".join(f"  rank {stand.rank} {stand.describe}" for stand in stands(machines))
     return CannotRunAhead(
         "only the simulator's need for values stops the program; hardware would go on, so the run "
         f"is neither clean nor a finding:\n{lines}"
@@ -54,8 +64,12 @@ def _site(machines: Sequence[Machine]) -> deadlock.Site:
     return site
 
 
-def _stands(machines: Sequence[Machine]) -> list[deadlock.Stand]:
-    return [_stand(machine.rank) for machine in machines]
+def _end(rank: Rank) -> deadlock.Stand:
+    if rank.has_ended:
+        return _stand(rank)
+    return deadlock.Stand(
+        rank.index, is_ended=False, is_host_wait=False, waits_for=(), describe="was stopped"
+    )
 
 
 def _stand(rank: Rank) -> deadlock.Stand:

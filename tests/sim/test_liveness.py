@@ -1,11 +1,13 @@
 """Deadlocks are found at once, by name; what only the simulator's need for values stops is none."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -13,6 +15,7 @@ import fsdp_sim
 from fsdp_sim.analysis import analyse
 from fsdp_sim.checkers import make
 from fsdp_sim.errors import Finding
+from fsdp_sim.trace import Trace
 
 cpu: Any = torch.cpu
 
@@ -298,6 +301,56 @@ def test_a_stored_trace_shows_the_same_cycle() -> None:
     findings = analyse(ops, make(("liveness",)), 2).findings
 
     assert [finding.kind for finding in findings] == ["Deadlock"]
+
+
+def in_opposite_orders(rank: int) -> None:
+    """Each host waits for what the other has not issued."""
+    groups = two_groups()
+    for group in groups if rank == 0 else reversed(groups):
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        value.item()
+
+
+def for_a_key(rank: int) -> None:
+    """Rank 1 waits for a key that rank 0 would set behind a barrier."""
+    key = "set behind the barrier"
+    if rank == 1:
+        c10d._get_default_store().wait([key])
+    dist.barrier()
+    if rank == 0:
+        c10d._get_default_store().set(key, "")
+
+
+def for_a_split(rank: int) -> None:
+    """Rank 1 never splits the group."""
+    if rank == 0:
+        dist.split_group(split_ranks=[[0, 1]])
+
+
+def for_one_that_has_ended(rank: int) -> None:
+    """Rank 1 never comes."""
+    if rank == 0:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "program", [in_opposite_orders, for_a_key, for_a_split, for_one_that_has_ended]
+)
+def test_hosts_that_wait_in_vain_are_found_again_in_a_stored_trace(
+    program: Callable[[int], None], tmp_path: Path
+) -> None:
+    """The trace says where each host stood: the finding is the same, word by word."""
+    report = fsdp_sim.simulate(program, 2, trace=True, strict=False)
+    report.trace.save(tmp_path / "trace.jsonl")
+    stored = Trace.load(tmp_path / "trace.jsonl")
+
+    found_again = analyse(stored.ops, make(("liveness",)), 2, stands=stored.stands).findings
+
+    assert [finding.kind for finding in report.findings] == ["Deadlock"]
+    assert [each.describe() for each in found_again] == [
+        each.describe() for each in report.findings
+    ]
 
 
 # ---------------------------------------------------------------------- running ahead

@@ -180,12 +180,21 @@ def test_a_trace_is_read_back_with_its_schedule_and_calls(tmp_path: Path) -> Non
     assert loaded.ops[-1].source.user == user
 
 
+HEADER = (
+    '{"schema":"fsdp_sim.trace","version":4,"world_size":2,"ranks":[0,1],"stands":%s,"schedule":null,'
+    '"torch":"","digest":"","order_digest":""}'
+)
+STAND = '{"rank":0,"is_ended":true,"is_host_wait":false,"describe":"has ended","waits_for":[]}'
+
+
 @pytest.mark.parametrize(
     ("line", "replacement", "named"),
     [
         (0, "[]", ":1 must be a JSON object"),
         (0, '{"schema":"other"}', ":1 must be the header of a trace"),
-        (0, '{"schema":"fsdp_sim.trace","version":9}', ":1 must be of version 3, got 9"),
+        (0, '{"schema":"fsdp_sim.trace","version":9}', ":1 must be of version 4, got 9"),
+        (0, HEADER % '[{"rank":0}]', ":1 stands must say of each rank where its host stood"),
+        (0, HEADER % f"[{STAND}]", ":1 stands must be of all ranks in order, or none"),
         (2, "{", ":3 must be JSON"),
         (2, '{"rank":0}', ":3 must have the field 'index'"),
         (2, '{"rank":0,"index":1,"kind":"sum","name":"x","stream":0}', "'sum' is not a valid Kind"),
