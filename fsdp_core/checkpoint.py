@@ -5,11 +5,13 @@ uneven shards, so it loads at another world size, with other placements and othe
 Whatever is no tensor is stored as JSON: loading runs no code.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -17,26 +19,31 @@ from torch.optim import Optimizer
 
 from fsdp_core.agreement import raised_by_all
 from fsdp_core.checkpoint_files import (
+    Files,
     check_files,
     find,
-    list_files,
+    list_written,
     make_room,
-    replace,
-    write_manifest,
+    partial_of,
+    put_in_place,
 )
-from fsdp_core.checkpoint_reader import PlainReader, buffer_of
-from fsdp_core.json_tensors import decode
-from fsdp_core.model_entries import check_model, entries_of, set_entry, target_of
+from fsdp_core.checkpoint_reader import PlainReader
+from fsdp_core.model_entries import (
+    check_model,
+    decode_entry,
+    model_entries,
+    model_target,
+    set_entry,
+)
 from fsdp_core.module import units_in
 from fsdp_core.optimizer_entries import (
-    CLASS,
-    OPTIONS,
-    VALUES,
+    TEXTS,
     fit_options,
-    optimizer_state,
+    optimizer_entries,
+    optimizer_targets,
+    saved_optimizer,
     set_options,
     set_state,
-    targets_of,
 )
 
 
@@ -55,25 +62,24 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
         Collective on the default process group; the host waits.
 
     Raises:
-        ConfigError: `checkpoint_dir` is something else than a checkpoint.
+        ConfigError: `checkpoint_dir` is something else than a checkpoint, or a directory of each rank.
         UnsupportedError: a state that is neither a tensor nor what JSON can say.
         OSError: a file cannot be written. Every rank raises what one of them does.
     """
     target = Path(checkpoint_dir)
-    partial = target.with_name(target.name + ".partial")
     with raised_by_all():
-        state = {**entries_of(model.state_dict()), **optimizer_state(model, optimizer)}
+        entries = {**model_entries(model.state_dict()), **optimizer_entries(model, optimizer)}
         if dist.get_rank() == 0:
-            make_room(target, partial)
-    save(state, storage_writer=FileSystemWriter(partial))
+            make_room(target)
+    with _cause_raised():
+        save(entries, storage_writer=FileSystemWriter(partial_of(target)))
     with raised_by_all():
-        mine = list_files(partial)
-    files: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(files, mine)
+        mine = list_written(target)
+    parts: list[Files] = [{}] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
     with raised_by_all():
         if dist.get_rank() == 0:
-            write_manifest(partial, files)
-            replace(target, partial)
+            put_in_place(target, parts)
 
 
 def load_checkpoint(
@@ -93,6 +99,8 @@ def load_checkpoint(
         optimizer: of the same class and the same parameters; its groups may be split otherwise.
         checkpoint_dir: what `save_checkpoint` wrote.
         sync_model_weights: have compute weights follow the loaded main weights at the next gather.
+            Otherwise those that are kept between passes stay as they are, until the main weights
+            are written again.
 
     Ordering:
         Collective on the default process group; the host waits.
@@ -101,30 +109,48 @@ def load_checkpoint(
         ConfigError: no checkpoint there, a damaged file, an entry that is missing, left over or of
             another shape or dtype, or an optimizer that does not fit. Every rank raises what one of
             them does.
-        CheckpointException: a file cannot be read, on every rank.
     """
     with raised_by_all():
         directory = find(Path(checkpoint_dir))
-        check_files(directory)
+        checked = check_files(directory)
     with raised_by_all():
-        reader = PlainReader(directory)
-        metadata = reader.read_metadata()
+        reader = PlainReader(directory, checked)
         state = model.state_dict()
-        keys = check_model(state, metadata, directory)
-        texts = {key: buffer_of(metadata, key) for key in (CLASS, OPTIONS, VALUES)}
-    load(texts, storage_reader=reader)
+        keys = check_model(state, reader)
+        texts = {key: reader.target_of(key) for key in TEXTS}
+    with _cause_raised():
+        load(texts, storage_reader=reader)
     with raised_by_all():
-        name, options, values = map(decode, texts.values())
-        new_options = fit_options(model, optimizer, name, options)
-        optimizer_state = targets_of(model, optimizer, metadata)
-        read = {key: target_of(name, state[name], metadata, key) for name, key in keys.items()}
-    load({**read, **optimizer_state}, storage_reader=reader)
-    for name, key in keys.items():
-        set_entry(model, name, state[name], key, read.pop(key))
-    set_state(model, optimizer, optimizer_state, values)
-    for param_group, new in zip(optimizer.param_groups, new_options, strict=True):
-        set_options(param_group, new)
-    if sync_model_weights:
-        for unit in units_in(model):
-            for group in unit.groups:
-                group.mark_written()
+        saved = saved_optimizer(texts)
+        new_options = fit_options(model, optimizer, saved)
+        tensors = optimizer_targets(model, optimizer, saved, reader)
+        read = {key: model_target(name, state[name], key, reader) for name, key in keys.items()}
+    with _cause_raised():
+        load({**read, **tensors}, storage_reader=reader)
+    with raised_by_all():
+        values = {name: decode_entry(key, read.pop(key)) for name, key in keys.items()}
+    groups = [group for unit in units_in(model) for group in unit.groups]
+    current = [group for group in groups if not group.is_stale]
+    for name, value in values.items():
+        set_entry(model, name, state[name], value)
+    set_state(model, optimizer, saved, tensors)
+    for options, new in zip(optimizer.param_groups, new_options, strict=True):
+        set_options(options, new)
+    for group in groups:
+        group.mark_written()
+    if not sync_model_weights:
+        for group in current:
+            group.mark_current()
+
+
+@contextmanager
+def _cause_raised() -> Iterator[None]:
+    """Have every rank raise what the first rank that failed raised, instead of PyTorch's list of all.
+
+    Why: that list is no `Exception`, so that a loop that goes on after a failed save would end.
+    """
+    try:
+        yield
+    except CheckpointException as failed:
+        _, (cause, _) = min(failed.failures.items(), key=lambda each: each[0])
+        raise cause from failed

@@ -4,8 +4,10 @@ Beside the files of `torch.distributed.checkpoint` lies a manifest with the size
 """
 
 import json
+import os
 import shutil
 import zlib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,32 @@ from fsdp_core.errors import ConfigError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-FORMAT = 2
+FORMAT = 3
 
 _READ_NBYTES = 1 << 24
 
+Files = dict[str, tuple[int, str]]
+"""Size in bytes and checksum of each file, by name.
 
-def make_room(target: Path, partial: Path) -> None:
+Why the checksum is eight hexadecimal digits: what ranks exchange must have the same size whatever its
+value.
+"""
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def partial_of(target: Path) -> Path:
+    """Return the name under which a checkpoint is written."""
+    return target.with_name(target.name + ".partial")
+
+
+def _old(target: Path) -> Path:
+    """Return the name of the previous checkpoint while another takes its place."""
+    return target.with_name(target.name + ".old")
+
+
+def make_room(target: Path) -> None:
     """Make the directory to write to.
 
     Raises:
@@ -33,56 +55,85 @@ def make_room(target: Path, partial: Path) -> None:
             f"lost; pass another directory, or remove it"
         )
         raise ConfigError(msg)
+    partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
-def replace(target: Path, partial: Path) -> None:
-    """Let a whole directory take the place of the previous one.
-
-    What bears the name `.old` may be the only checkpoint, until a whole one has the target's.
-    """
-    old = _old(target)
-    if _is_whole(target):
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _old(target: Path) -> Path:
-    """Return the name of the previous checkpoint while another takes its place."""
-    return target.with_name(target.name + ".old")
-
-
-def _is_whole(directory: Path) -> bool:
-    return (directory / MANIFEST).is_file() and (directory / METADATA).is_file()
-
-
-def list_files(directory: Path) -> dict[str, Any]:
-    """Return the size and checksum of every file that this rank wrote.
-
-    Why the checksum in hexadecimal: what ranks exchange must have the same size whatever its value.
-    """
+def list_written(target: Path) -> Files:
+    """Return what this rank wrote, read back from where it lies."""
     rank = dist.get_rank()
     return {
-        path.name: (path.stat().st_size, f"{checksum(path):08x}")
-        for path in sorted(directory.iterdir())
+        path.name: (path.stat().st_size, checksum(path))
+        for path in sorted(partial_of(target).iterdir())
         if path.name.startswith(f"__{rank}_") or (rank == 0 and path.name == METADATA)
     }
 
 
-def write_manifest(directory: Path, parts: list[dict[str, Any]]) -> None:
-    """Write what the ranks listed."""
-    files = {
-        name: [nbytes, int(digits, 16)] for part in parts for name, (nbytes, digits) in part.items()
-    }
-    text = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True)
-    (directory / MANIFEST).write_text(text)
+def put_in_place(target: Path, parts: Sequence[Files]) -> None:
+    """Complete what all ranks wrote, and let it take the place of the previous checkpoint.
+
+    What bears the name `.old` may be the only checkpoint, until a whole one has the target's.
+
+    Ordering:
+        Everything is on the disk before the previous checkpoint is removed.
+
+    Raises:
+        ConfigError: this rank does not see what another one wrote.
+    """
+    partial, old = partial_of(target), _old(target)
+    for rank, files in enumerate(parts):
+        for name in files:
+            if not (partial / name).is_file():
+                msg = (
+                    f"all ranks must see one directory, got no {name!r} of rank {rank} in "
+                    f"{str(partial)!r}; pass a directory on a file system that they share; the "
+                    f"checkpoint before is as it was"
+                )
+                raise ConfigError(msg)
+    _write_manifest(partial, {name: each for files in parts for name, each in files.items()})
+    if _is_whole(target):
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    partial.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_manifest(directory: Path, files: Files) -> None:
+    path = directory / MANIFEST
+    path.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True))
+    _sync(path)
+    _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a directory, outlast a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """Return the CRC-32 of a file, as the manifest has it."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_NBYTES):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+# --- reading ---------------------------------------------------------------------------------------
 
 
 def find(target: Path) -> Path:
-    """Return the directory to load: the previous one, if a save died while it took its place."""
+    """Return the directory to load: the previous one, if a save died while it took its place.
+
+    Raises:
+        ConfigError: there is none.
+    """
     for directory in (target, _old(target)):
         if _is_whole(directory):
             return directory
@@ -93,46 +144,52 @@ def find(target: Path) -> Path:
     raise ConfigError(msg)
 
 
-def check_files(directory: Path) -> None:
+def _is_whole(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file() and (directory / METADATA).is_file()
+
+
+def check_files(directory: Path) -> Collection[str]:
     """Check every file against the manifest; ranks share the reading.
+
+    Returns:
+        The names of the files.
 
     Raises:
         ConfigError: a file is missing, truncated or changed.
     """
-    problem = _file_problem(directory)
-    if problem is not None:
-        msg = (
-            f"the checkpoint in {str(directory)!r} must be whole, got {problem}; load another one; "
-            f"nothing was loaded"
-        )
-        raise ConfigError(msg)
-
-
-def _file_problem(directory: Path) -> str | None:
-    try:
-        manifest = json.loads((directory / MANIFEST).read_text())
-        files = dict(manifest["files"])
-        version = manifest["format"]
-    except (ValueError, KeyError, TypeError):
-        return f"a {MANIFEST} that cannot be read"
-    if version != FORMAT:
-        return f"format {version}, where this version reads {FORMAT}"
+    files = _read_manifest(directory)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number, (name, (nbytes, saved)) in enumerate(sorted(files.items())):
         path = directory / name
         if not path.is_file():
-            return f"no file {name!r}"
+            raise not_whole(directory, f"no file {name!r}")
         if path.stat().st_size != nbytes:
-            return f"{path.stat().st_size} bytes in {name!r} instead of {nbytes}"
+            raise not_whole(
+                directory, f"{path.stat().st_size} bytes in {name!r} instead of {nbytes}"
+            )
         if number % world_size == rank and checksum(path) != saved:
-            return f"other contents in {name!r} than were saved"
-    return None
+            raise not_whole(directory, f"other contents in {name!r} than were saved")
+    return files
 
 
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file, as the manifest has it."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_NBYTES):
-            value = zlib.crc32(block, value)
-    return value
+def _read_manifest(directory: Path) -> Files:
+    try:
+        manifest: Any = json.loads((directory / MANIFEST).read_text())
+        version = manifest["format"]
+        files = {str(name): (nbytes, saved) for name, (nbytes, saved) in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise not_whole(directory, f"a {MANIFEST} that cannot be read") from error
+    if version != FORMAT:
+        raise not_whole(directory, f"format {version}, where this version reads {FORMAT}")
+    if METADATA not in files:
+        raise not_whole(directory, f"no checksum of {METADATA!r}")
+    return files
+
+
+def not_whole(directory: Path, problem: str) -> ConfigError:
+    """Say what is wrong with the files of a checkpoint."""
+    msg = (
+        f"the checkpoint in {str(directory)!r} must be whole, got {problem}; load another one; "
+        f"nothing was loaded"
+    )
+    return ConfigError(msg)

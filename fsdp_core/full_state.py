@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.agreement import raised_by_all
 from fsdp_core.errors import ConfigError, UnsupportedError
-from fsdp_core.model_entries import NAMES_MAX, set_extra
+from fsdp_core.model_entries import listed, set_extra
 from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
 from fsdp_core.torch_private import is_extra_state
 
@@ -100,9 +100,9 @@ def _full_problem(state: dict[str, Tensor], full: dict[str, Any]) -> str | None:
     missing = [name for name in state if name not in full]
     extra = [name for name in full if name not in state]
     if missing:
-        return f"none for {', '.join(map(repr, missing[:NAMES_MAX]))}"
+        return f"none for {listed(missing)}"
     if extra:
-        return f"more: {', '.join(map(repr, extra[:NAMES_MAX]))}"
+        return f"more: {listed(extra)}"
     for name, value in state.items():
         if is_extra_state(name):
             continue

@@ -1,46 +1,87 @@
 """The entries of an optimizer in a checkpoint: its state by name of parameter, its options as JSON."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from fsdp_core.checkpoint_files import not_whole
+from fsdp_core.checkpoint_reader import PlainReader
 from fsdp_core.errors import ConfigError
-from fsdp_core.json_tensors import encode
-from fsdp_core.model_entries import NAMES_MAX
+from fsdp_core.json_tensors import decode, encode
+from fsdp_core.model_entries import listed
 from fsdp_core.module import units_in
 from fsdp_core.parameter_group import describe_state, living_group, owner_of
 
-CLASS = "optimizer.class"
-OPTIONS = "optimizer.options"
-VALUES = "optimizer.values"
+_CLASS = "optimizer.class"
+_OPTIONS = "optimizer.options"
+_VALUES = "optimizer.values"
+_TENSORS = "optimizer.tensors"
+TEXTS = (_CLASS, _OPTIONS, _VALUES, _TENSORS)
+"""Names of what is stored as JSON."""
+
+_STATE = "optimizer.state."
+
+Description = list[str | int]
+"""Dtype and shape of a tensor."""
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's tensors by name and key, and all else as two JSON texts."""
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """What a checkpoint says of an optimizer, its tensors apart.
+
+    Attributes:
+        name: of its class.
+        options: of its groups, by name of parameter.
+        values: of its state, those that are no tensors, by name of parameter and key.
+        tensors: of its state, what each was, by name of parameter and key.
+    """
+
+    name: str
+    options: dict[str, dict[str, Any]]
+    values: dict[str, dict[str, Any]]
+    tensors: dict[str, dict[str, Description]]
+
+
+def _key(name: str, key: str) -> str:
+    """Return the name under which a tensor of a parameter's state is saved."""
+    return f"{_STATE}{name}.{key}"
+
+
+# --- saved -----------------------------------------------------------------------------------------
+
+
+def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors by name and key, and all else as JSON."""
     names = _names(model)
-    state: dict[str, Any] = {}
+    state: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Description]] = {}
     for name, parameter in _held(optimizer, names):
         if not parameter.numel():
-            continue  # as in `_entries`; the optimizer makes such a state anew
+            continue  # as in `model_entries`; the optimizer makes such a state anew
         describe_state(parameter, optimizer.state.get(parameter, {}))
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                state[f"optimizer.state.{name}.{key}"] = value
+                state[_key(name, key)] = value
+                tensors.setdefault(name, {})[key] = _describe(value.dtype, value.shape)
             else:
                 values.setdefault(name, {})[key] = value
     options = {
         names[parameter]: _options_of(group)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter in names
     }
-    texts = {CLASS: type(optimizer).__name__, OPTIONS: options, VALUES: values}
-    return {**state, **{key: encode(key, value) for key, value in texts.items()}}
+    said = (type(optimizer).__name__, options, values, tensors)
+    return {**state, **{key: encode(key, value) for key, value in zip(TEXTS, said, strict=True)}}
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size) -> Description:
+    return [str(dtype), *shape]
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -50,25 +91,31 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# --- loaded ----------------------------------------------------------------------------------------
+
+
+def saved_optimizer(texts: dict[str, Tensor]) -> SavedOptimizer:
+    """Return what the JSON of a checkpoint says.
+
+    Raises:
+        ConfigError: it is no JSON.
+    """
+    return SavedOptimizer(*(decode(key, texts[key]) for key in TEXTS))
+
+
 def fit_options(
-    model: nn.Module, optimizer: Optimizer, name: str, options: dict[str, dict[str, Any]]
+    model: nn.Module, optimizer: Optimizer, saved: SavedOptimizer
 ) -> list[dict[str, Any]]:
     """Return the options that each group is to have.
-
-    Args:
-        model: whose parameters the optimizer holds.
-        optimizer: to be loaded.
-        name: class of the saved one.
-        options: saved with each parameter.
 
     Raises:
         ConfigError: the optimizer is not such a one.
     """
-    got = type(optimizer).__name__
-    if got != name:
+    got, options = type(optimizer).__name__, saved.options
+    if got != saved.name:
         msg = (
-            f"the optimizer must be of the class that was saved, {name}, got {got}; pass one of that "
-            f"class; nothing was loaded"
+            f"the optimizer must be of the class that was saved, {saved.name}, got {got}; pass one of "
+            f"that class; nothing was loaded"
         )
         raise ConfigError(msg)
     names = _names(model)
@@ -79,8 +126,7 @@ def fit_options(
         if fqns:
             msg = (
                 f"the optimizer must hold the parameters that were saved with it, got {len(fqns)} "
-                f"{problem}: {', '.join(map(repr, fqns[:NAMES_MAX]))}; build it with the same "
-                f"parameters; nothing was loaded"
+                f"{problem}: {listed(fqns)}; build it with the same parameters; nothing was loaded"
             )
             raise ConfigError(msg, fqn=fqns[0])
     return [
@@ -111,26 +157,50 @@ def _common_options(
     return common
 
 
-def targets_of(model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> dict[str, Tensor]:
-    """Return tensors that take the saved state of each parameter: sharded as it, or whole."""
+def optimizer_targets(
+    model: nn.Module, optimizer: Optimizer, saved: SavedOptimizer, reader: PlainReader
+) -> dict[str, Tensor]:
+    """Return tensors that take the saved state of each parameter: sharded as it, or whole.
+
+    Raises:
+        ConfigError: an entry is missing, left over, or of another shape or dtype than was saved.
+    """
+    entries = reader.metadata.state_dict_metadata
     targets: dict[str, Tensor] = {}
-    known = list(metadata.state_dict_metadata.items())
     for name, parameter in _held(optimizer, _names(model)):
-        prefix = f"optimizer.state.{name}."
-        for key, saved in known:
-            short = key.removeprefix(prefix)
-            if not key.startswith(prefix) or "." in short:
-                continue
-            assert isinstance(saved, TensorStorageMetadata)
-            targets[key] = _target(parameter, saved)
+        for key, expected in saved.tensors.get(name, {}).items():
+            entry = entries.get(_key(name, key))
+            if not isinstance(entry, TensorStorageMetadata):
+                raise not_whole(reader.directory, f"no tensor {_key(name, key)!r}")
+            got = _describe(entry.properties.dtype, entry.size)
+            if got != expected:
+                problem = f"{got} for {_key(name, key)!r} instead of {expected}"
+                raise not_whole(reader.directory, problem)
+            device = _device_of(key, parameter, saved.options[name])
+            targets[_key(name, key)] = _target(parameter, entry, device)
+    extra = [key for key in entries if key.startswith(_STATE) and key not in targets]
+    if extra:
+        raise not_whole(
+            reader.directory, f"{len(extra)} entries that nobody saved: {listed(extra)}"
+        )
     return targets
 
 
-def _target(parameter: nn.Parameter, saved: TensorStorageMetadata) -> Tensor:
+def _device_of(key: str, parameter: Tensor, options: dict[str, Any]) -> torch.device:
+    """Return where a tensor of a parameter's state has to be.
+
+    Source: torch.optim.Optimizer.load_state_dict, torch 2.13, which keeps counters of steps on the
+    CPU unless they are used on the device.
+    """
+    is_used_there = options.get("fused") or options.get("capturable")
+    return torch.device("cpu") if key == "step" and not is_used_there else parameter.device
+
+
+def _target(parameter: nn.Parameter, saved: TensorStorageMetadata, device: torch.device) -> Tensor:
     owner = owner_of(parameter)
     dtype = saved.properties.dtype
-    if owner is None or tuple(saved.size) != tuple(parameter.shape):
-        return torch.empty(saved.size, dtype=dtype)
+    if owner is None or saved.size != parameter.shape:
+        return torch.empty(saved.size, dtype=dtype, device=device)
     group = living_group(owner)
     index = group.index_of(parameter)
     local = group.main_weight.get_tensor_view(index)
@@ -138,21 +208,13 @@ def _target(parameter: nn.Parameter, saved: TensorStorageMetadata) -> Tensor:
 
 
 def set_state(
-    model: nn.Module,
-    optimizer: Optimizer,
-    state: dict[str, Tensor],
-    values: dict[str, dict[str, Any]],
+    model: nn.Module, optimizer: Optimizer, saved: SavedOptimizer, read: dict[str, Tensor]
 ) -> None:
     """Give the optimizer the state that was read, in place of its own."""
     fresh: dict[Tensor, dict[str, Any]] = {}
     for name, parameter in _held(optimizer, _names(model)):
-        prefix = f"optimizer.state.{name}."
-        own = {
-            key.removeprefix(prefix): value
-            for key, value in state.items()
-            if key.startswith(prefix) and "." not in key.removeprefix(prefix)
-        }
-        own.update(values.get(name, {}))
+        tensors = {key: read[_key(name, key)] for key in saved.tensors.get(name, {})}
+        own = {**tensors, **saved.values.get(name, {})}
         if own:
             fresh[parameter] = own
     replacement = type(optimizer.state)(optimizer.state.default_factory)
@@ -168,6 +230,9 @@ def set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
             current.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+# --- both ------------------------------------------------------------------------------------------
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:

@@ -299,6 +299,10 @@ class ParameterGroup:
         """Note that the main weights were written by something that moves no version counter."""
         self._main_version = -1
 
+    def mark_current(self) -> None:
+        """Note that the full weights stay as they are, though the main weights were written."""
+        self._main_version = versions_of(self._written)
+
     def unshard(self) -> int:
         """Fill the full weights, on the current stream.
 
@@ -312,7 +316,7 @@ class ParameterGroup:
         gathers = 0
         if self._stored is not None and self.is_stale:
             gathers += self._refresh()
-        self._main_version = versions_of(self._written)
+        self.mark_current()
         if self.keeps_full:
             return gathers
         self.full_weight.reallocate_storage()

@@ -158,6 +158,14 @@ def shared_path(path: Path) -> Path:
     return path if _processes is None else Path(_processes.agree(str(path)))
 
 
+def once(action: Callable[[], None]) -> None:
+    """Change what all ranks see, before any of them goes on."""
+    if _processes is None or _processes.rank == 0:
+        action()
+    if _processes is not None:
+        _processes.agree("done")
+
+
 def need_point_to_point() -> None:
     """Leave out a test whose ranks send to each other, where they cannot: PyTorch would abort."""
     if _processes is not None and (_processes.backend, _processes.device.type) == ("gloo", "cuda"):

@@ -54,7 +54,7 @@ def test_a_program_that_saves_has_the_same_digest_each_time(
 ) -> None:
     """Whatever the checksums are: a file's name and a random identifier go into them."""
     digests = []
-    for checksum in (1, 2**32 - 1):
+    for checksum in ("00000001", "ffffffff"):
         monkeypatch.setattr(checkpoint_files, "checksum", lambda _path, value=checksum: value)
         digests.append(verify(resumed(), trace=True).trace.digest)
 
