@@ -139,7 +139,7 @@ def find(target: Path) -> Path:
             return directory
     msg = (
         f"{str(target)!r} must hold a whole checkpoint, got no {MANIFEST} or no {METADATA} in it; "
-        f"pass a directory that save_checkpoint wrote"
+        f"pass a directory that save_checkpoint wrote; nothing was loaded"
     )
     raise ConfigError(msg)
 

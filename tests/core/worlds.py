@@ -158,7 +158,7 @@ def shared_path(path: Path) -> Path:
     return path if _processes is None else Path(_processes.agree(str(path)))
 
 
-def once(action: Callable[[], None]) -> None:
+def once(action: Callable[[], object]) -> None:
     """Change what all ranks see, before any of them goes on."""
     if _processes is None or _processes.rank == 0:
         action()
