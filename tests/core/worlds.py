@@ -104,10 +104,20 @@ class Processes:
             self.store.set(key, value)
         return self.store.get(key).decode()
 
+    def once(self, action: Callable[[], object]) -> None:
+        """Have rank 0 do something while the others wait."""
+        self._meet(f"before {self.shared}")
+        if self.rank == 0:
+            action()
+        self.agree("done")
+
     def leave_together(self) -> None:
         """Wait for all: a launcher kills the others when one ends with a failure."""
-        self.store.set(f"left {self.rank}", "")
-        self.store.wait([f"left {rank}" for rank in range(self.world_size)])
+        self._meet("left")
+
+    def _meet(self, place: str) -> None:
+        self.store.set(f"{place} {self.rank}", "")
+        self.store.wait([f"{place} {rank}" for rank in range(self.world_size)])
 
 
 @dataclass
@@ -159,11 +169,11 @@ def shared_path(path: Path) -> Path:
 
 
 def once(action: Callable[[], object]) -> None:
-    """Change what all ranks see, before any of them goes on."""
-    if _processes is None or _processes.rank == 0:
+    """Change what all ranks see, when all have come this far and before any of them goes on."""
+    if _processes is None:
         action()
-    if _processes is not None:
-        _processes.agree("done")
+    else:
+        _processes.once(action)
 
 
 def need_point_to_point() -> None:
