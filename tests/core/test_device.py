@@ -1,6 +1,8 @@
 """Streams, events and memory: each verb orders what it says, and no more."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -164,6 +166,37 @@ def test_an_annotation_is_seen_by_a_profiler_only() -> None:
 
     names = [event.name for event in profiler.function_events or []]
     assert "fsdp_core::unshard layers.0" in names
+
+
+def test_an_annotation_costs_one_question_when_nobody_listens() -> None:
+    """Whether a profiler does; the scope that comes back does nothing, and no name is built."""
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _arg: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    with accelerator.annotate("unshard layers.0"):
+        pass
+    sys.setprofile(None)
+
+    assert called == ["annotate", "profiler_is_enabled", "__enter__", "__exit__"]
+
+
+def test_an_annotation_reaches_nvtx_where_its_library_was_injected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its name as it is: braces of a module's name are no places for arguments."""
+    seen: list[str] = []
+    monkeypatch.setattr(accelerator, "_NVTX_LISTENS", True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+
+    with pytest.raises(KeyError), accelerator.annotate("unshard experts.{0}"):
+        raise KeyError
+
+    assert seen == ["fsdp_core::unshard experts.{0}", "pop"]
 
 
 def test_names_of_the_accelerator_are_looked_up_when_called(

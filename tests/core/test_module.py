@@ -1,9 +1,10 @@
 """Units: one countdown, phases, hand-driven units, units of several modules, delayed gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fsdp_core import (
     SchedulePolicy,
     StateError,
 )
+from fsdp_core import device as accelerator
 from fsdp_sim.op import Kind, Op
 from tests.cases.programs import (
     STEP,
@@ -693,6 +695,56 @@ def test_ranges_are_nested_and_balanced() -> None:
             depth += {Kind.RANGE_PUSH: 1, Kind.RANGE_POP: -1}.get(op.kind, 0)
             assert depth >= 0
     assert depth == 0
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_ranges_of_nvtx_close_inside_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for its library: each scope that ends is the innermost that is open."""
+    opened: list[str] = []
+    outline: list[str] = []
+    open_range = accelerator._nvtx_range
+
+    def push(label: str) -> None:
+        operation = label.removeprefix("fsdp_core::")
+        if operation.startswith(("forward", "backward")):
+            outline.append("  " * len(opened) + operation)
+        opened.append(label)
+
+    @contextmanager
+    def watched(label: str) -> Iterator[None]:
+        with open_range(label):
+            yield
+            assert opened[-1] == label
+
+    monkeypatch.setattr(accelerator, "_NVTX_LISTENS", True)
+    monkeypatch.setattr(accelerator, "_nvtx_range", watched)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", opened.pop)
+    shard(model := fill(Row("a", "b")), "a", "b", "", mesh=(1,))
+    step(model, 0, 0)
+
+    assert not opened
+    assert outline == [
+        "forward <root>",
+        "  forward a",
+        "  forward b",
+        "backward <root>",
+        "  backward b",
+        "  backward a",
+    ]
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_no_range_is_opened_when_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step asks, and that is all."""
+
+    def opened(label: str) -> NoReturn:
+        pytest.fail(f"{label} was opened")
+
+    monkeypatch.setattr(accelerator, "_nvtx_range", opened)
+    monkeypatch.setattr(accelerator, "record_function", opened)
+    shard(model := fill(Row("a", "b")), "a", "b", "", mesh=(1,))
+    step(model, 0, 0)
 
 
 def ranges(step: Callable[[nn.Module, int, int], None], *units: str, model: nn.Module) -> list[Op]:
