@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import click
 
 from ci.search.draw import draw, run
-from ci.search.plants import plants
+from ci.search.plants import Plant, plants
 from fsdp_sim.program import ProgramSpec
+from fsdp_sim.program.reduce import reduce_program
 from fsdp_sim.program.tree import units, walk
 from fsdp_sim.replay_file import failure_of
 
 PROGRAMS_MAX = 200
-SHRINK_RUNS_MAX = 400
+SHRINK_RUNS_MAX = 150
+"""Of Hypothesis, which ends after five minutes at the latest."""
 UNITS_MAX, DEVIATIONS_MAX = 3, 2
 """How small the program of a bug must become."""
 
@@ -68,30 +70,24 @@ def size_of(program: ProgramSpec) -> Size:
 
 
 def find(name: str) -> Found:
-    """Search with the bug of this name planted, and shrink what fails first."""
+    """Search with the bug of this name planted, and shrink what fails first: by Hypothesis, then directly."""
     plant = plants()[name]
     runs = 0
     first: tuple[int, ProgramSpec] | None = None
-    failed: dict[str, tuple[ProgramSpec, Exception]] = {}
+    failed: dict[ProgramSpec, Exception] = {}
 
     def each(program: ProgramSpec) -> None:
         nonlocal runs, first
-        text = repr(program)
-        if text in failed:
-            failed[text] = failed.pop(text)  # the last one is the smallest
-            raise failed[text][1]
+        if program in failed:
+            failed[program] = failed.pop(program)  # the last one is the smallest
+            raise failed[program]
         if first is not None and runs > first[0] + SHRINK_RUNS_MAX:
             return
         runs += 1
-        try:
-            with plant():
-                run(program)
-        except Exception as error:
-            if _fails(program):
-                return  # with nothing planted too: the search for failures finds that
+        if error := _failure(program, plant):
             first = first or (runs, program)
-            failed[text] = program, error
-            raise
+            failed[program] = error
+            raise error
 
     error = draw(each, 0, PROGRAMS_MAX)
     if error is not None and not failed:
@@ -99,13 +95,25 @@ def find(name: str) -> Found:
     if first is None:
         return Found(name)
     runs_before, before = first
-    program, error = list(failed.values())[-1]
+    program = reduce_program(list(failed)[-1], lambda each: _failure(each, plant) is not None)
+    error = _failure(program, plant)
+    assert error is not None, "the same program fails again"
     kind = failure_of(error).kind
     return Found(name, runs_before, kind, size_of(before), size_of(program), repr(program))
 
 
+def _failure(program: ProgramSpec, plant: Plant) -> Exception | None:
+    """Return what a bug makes of a program; None where it passes, or fails with nothing planted too."""
+    try:
+        with plant():
+            run(program)
+    except Exception as error:
+        return None if _fails(program) else error
+    return None
+
+
 def _fails(program: ProgramSpec) -> bool:
-    """Return whether a program fails with nothing planted."""
+    """Return whether a program fails with nothing planted: the search for failures finds that."""
     try:
         run(program)
     except Exception:

@@ -14,6 +14,7 @@
     counts.py      how many collectives it may cost
     memory.py      what its ops say of memory
     budget.py      what its ops say of early gathers
+    reduce.py      a failing program made smaller directly
     data.py        weights and inputs as formulas
     delayed.py     weight gradients that come after the backward
     model.py       the torch modules of a program
@@ -27,7 +28,7 @@
     shards.py      put the rows of all ranks together
     parity.py      run it simulated, with every check, and compare it with the unsharded run
 
-The first fourteen import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
+The first fifteen import no torch, and none imports hypothesis or pytest; ``run`` and ``build`` below are
 loaded when first asked for.
 """
 
