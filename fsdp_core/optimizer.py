@@ -20,7 +20,8 @@ from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, Unsupport
 from fsdp_core.module import complete_groups, refuse_closure
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.plain_optimizer import WHOLE_TENSORS, not_elementwise
-from fsdp_core.torch_private import local_tensor
+from fsdp_core.torch_private import local_tensor, version_of
+from fsdp_core.unit import ShardedUnit
 
 # Their update of an element depends on that element alone, so that flat shards give the same bits.
 _ELEMENTWISE = (
@@ -73,6 +74,7 @@ class _Run:
         plain: what is stepped, flat, over the same storage.
         shown: the state that users see DTensors over; most steps leave its tensors the same.
         given: what users were given of it, one dict a part; they may have written others since.
+        versions: how often each tensor that parts share was written, by its key.
     """
 
     group: ParameterGroup
@@ -81,6 +83,7 @@ class _Run:
     plain: nn.Parameter
     shown: dict[str, Any] = field(default_factory=dict)
     given: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, int] = field(default_factory=dict)
 
 
 def fully_shard_optimizer(
@@ -199,6 +202,7 @@ class _LocalStep:
             self._public_state = None
         self._split_mixed()
         complete_groups(run.group for runs in self._runs for run in runs)
+        self._check_shared(optimizer.state)
         if optimizer.state is not self._public_state or self._was_edited():
             self._take_state(optimizer.state)
         self._public_params = [group["params"] for group in optimizer.param_groups]
@@ -224,6 +228,7 @@ class _LocalStep:
                 run.plain.grad = None
                 run.group.mark_written()
                 self._show_state(run)
+                run.versions = {key: version_of(value) for key, value in _shared_by_parts(run)}
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -250,13 +255,7 @@ class _LocalStep:
             return run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
         local = local_tensor(grad) if isinstance(grad, DTensor) else grad
         if local.shape != first.local.shape:
-            fqn = run.group.full_name(run.group.members[first.index].fqn)
-            msg = (
-                f"the gradient of parameter {fqn!r} must be the rows that this rank holds, "
-                f"{tuple(first.local.shape)}, got {tuple(local.shape)}; assign a DTensor like the parameter"
-            )
-            unit: Any = run.group.unit()
-            raise unit.context.located(StateError(msg, fqn=fqn))
+            raise _of_other_rows("the gradient", grad, run.group, first)
         return local.reshape(-1)
 
     def _set_grad(self, plain: nn.Parameter, grad: Tensor | None) -> None:
@@ -268,6 +267,22 @@ class _LocalStep:
         plain.grad = grad
 
     # -- state -------------------------------------------------------------------------------
+
+    def _check_shared(self, public: Any) -> None:
+        """Check that nobody wrote in place what several parameters share, a count of steps, say.
+
+        Raises:
+            StateError: somebody did, so nobody knows for which of them.
+        """
+        for runs in self._runs:
+            for run in runs:
+                for key, value in _shared_by_parts(run):
+                    if version_of(value) == run.versions[key]:
+                        continue
+                    states = [public.get(part.parameter, {}) for part in run.parts]
+                    sharing = [each for each in states if each.get(key) is value]
+                    if len(sharing) > 1:
+                        raise _written_in_place(key, run)
 
     def _was_edited(self) -> bool:
         """Whether users have added, replaced or removed some state since the last step."""
@@ -489,6 +504,29 @@ def _is_as_given(run: _Run, local: dict[str, Any] | None, public: Any) -> bool:
     )
 
 
+def _shared_by_parts(run: _Run) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a run's state of which users were given one for all parts."""
+    if len(run.parts) == 1:
+        return []
+    return [
+        (key, value)
+        for key, value in run.shown.items()
+        if isinstance(value, Tensor) and not _is_sharded_value(value, run)
+    ]
+
+
+def _written_in_place(key: str, run: _Run) -> StateError:
+    """Say that a tensor which parameters share was written."""
+    names = [run.group.full_name(run.group.members[part.index].fqn) for part in run.parts]
+    msg = (
+        f"the state {key!r} that parameters share must not be written in place, got a write of that of "
+        f"{names}; assign another tensor to optimizer.state[parameter][{key!r}] of each that you mean"
+    )
+    unit = run.group.unit()
+    assert isinstance(unit, ShardedUnit)
+    return unit.context.located(StateError(msg, fqn=unit.fqn))
+
+
 def _check_rows(run: _Run, public: Any) -> None:
     """Refuse state that does not lie as its parameter does on this rank.
 
@@ -505,16 +543,22 @@ def _check_rows(run: _Run, public: Any) -> None:
             else:
                 shape = value.shape  # others are what the parameter has as a whole, a history, say
                 is_right = shape not in (part.local.shape, part.parameter.shape)
-            if is_right:
-                continue
-            fqn = run.group.full_name(run.group.members[part.index].fqn)
-            msg = (
-                f"the state {key!r} of parameter {fqn!r} must be a DTensor of the rows that this rank "
-                f"holds, {tuple(part.local.shape)}, got a {type(value).__name__} of {tuple(shape)} here; "
-                f"make it with torch.zeros_like(parameter), say"
-            )
-            unit: Any = run.group.unit()
-            raise unit.context.located(StateError(msg, fqn=fqn))
+            if not is_right:
+                raise _of_other_rows(f"the state {key!r}", value, run.group, part)
+
+
+def _of_other_rows(what: str, tensor: Tensor, group: ParameterGroup, part: _Part) -> StateError:
+    """Say that something of a parameter does not lie as the parameter does on this rank."""
+    fqn = group.full_name(group.members[part.index].fqn)
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    msg = (
+        f"{what} of parameter {fqn!r} must be a DTensor of the rows that this rank holds, "
+        f"{tuple(part.local.shape)}, got a {type(tensor).__name__} of {tuple(local.shape)} here; make "
+        f"it with torch.zeros_like(parameter), say"
+    )
+    unit = group.unit()
+    assert isinstance(unit, ShardedUnit)
+    return unit.context.located(StateError(msg, fqn=fqn))
 
 
 def _scalars(state: dict[str, Any]) -> dict[str, Any]:

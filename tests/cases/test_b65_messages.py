@@ -560,6 +560,17 @@ def step_on_other_state(rank: int) -> None:
     optimizer.step()
 
 
+def write_shared_state(rank: int) -> None:
+    """Write in place what an optimizer counts for two parameters at once."""
+    model = nn.ModuleDict({"layers": Row(first=linear(), last=nn.Linear(2, 2))})
+    shard(model, "layers.first", "layers.last", "")
+    optimizer = fsdp_core.fully_shard_optimizer(torch.optim.Adam(last(model).parameters()))
+    step(model, rank)
+    optimizer.step()
+    optimizer.state[last(model).weight]["step"].zero_()
+    optimizer.step()
+
+
 def reduce_late(rank: int) -> None:
     """A gradient that comes when the backward pass is over."""
     model, _ = two_units()
@@ -600,6 +611,7 @@ FAILURES = [
     lose_on_shards,
     step_on_other_rows,
     step_on_other_state,
+    write_shared_state,
     reduce_late,
     diverge,
 ]

@@ -297,6 +297,38 @@ def test_state_that_users_write_is_what_counts(name: str, at: int) -> None:
 
 
 @pytest.mark.everywhere
+def test_a_count_of_steps_that_parameters_share_is_not_written_in_place() -> None:
+    """Nobody knows for which of them; another tensor for one counts for that one."""
+
+    def body(rank: int) -> tuple[str, list[float]]:
+        model = fill(nn.Linear(4, 4))
+        shard(model, "")
+        optimizer = fsdp_core.fully_shard_optimizer(torch.optim.Adam(model.parameters(), lr=1.0))
+        weight, bias = model.parameters()
+        for number in range(2):
+            loss_of(model(batch(rank, number, width=4)), rank).backward()
+            optimizer.step()
+        optimizer.state[weight]["step"].zero_()
+        before = local_rows(model)
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        assert_equal(local_rows(model), before)
+        optimizer.state[weight]["step"] = torch.tensor(0.0)
+        optimizer.state[bias]["step"] = torch.tensor(2.0)
+        optimizer.step()
+        optimizer.state[weight]["step"].zero_()  # its own by now
+        optimizer.step()
+        return str(caught.value), [optimizer.state[each]["step"].item() for each in (weight, bias)]
+
+    message = (
+        "the state 'step' that parameters share must not be written in place, got a write of that of "
+        "['weight', 'bias']; assign another tensor to optimizer.state[parameter]['step'] of each that "
+        "you mean"
+    )
+    assert on_ranks(body, 2) == [(message, [1.0, 4.0])] * 2
+
+
+@pytest.mark.everywhere
 def test_state_written_before_the_first_step_counts() -> None:
     """A warm start of the momentum."""
 
@@ -547,8 +579,8 @@ def test_a_gradient_of_other_rows_is_refused_and_leaves_everything_as_it_was() -
         return str(caught.value)
 
     message = (
-        "the gradient of parameter 'weight' must be the rows that this rank holds, (1, 2), "
-        "got (2, 2); assign a DTensor like the parameter"
+        "the gradient of parameter 'weight' must be a DTensor of the rows that this rank holds, "
+        "(1, 2), got a Tensor of (2, 2) here; make it with torch.zeros_like(parameter), say"
     )
     assert on_ranks(body, 2) == [message] * 2
 
