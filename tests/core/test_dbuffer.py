@@ -458,6 +458,24 @@ def test_placements_of_another_number_of_axes_are_refused(mesh: DeviceMesh) -> N
 
 
 @pytest.mark.everywhere
+def test_a_rank_outside_of_the_mesh_is_refused() -> None:
+    """It has no piece; the ranks of the mesh go on."""
+
+    def program(rank: int) -> str:
+        mesh = DeviceMesh(device_type(), [0])
+        if rank == 0:
+            DBuffer.distribute_tensors([torch.ones(2)], mesh, [S])
+            return ""
+        with pytest.raises(ConfigError) as caught:
+            DBuffer.distribute_tensors([torch.ones(2)], mesh, [S])
+        assert str(mesh) in str(caught.value)
+        return str(caught.value).replace(str(mesh), "MESH")
+
+    message = "this rank must be part of the mesh, got MESH; shard on its own ranks only"
+    assert on_ranks(program, 2) == ["", message]
+
+
+@pytest.mark.everywhere
 def test_a_mesh_whose_ranks_do_not_rise_is_refused() -> None:
     """A process group orders its ranks by number, and pieces would land in other places."""
 

@@ -170,7 +170,7 @@ def test_rows_that_make_no_whole_blocks_are_refused() -> None:
 
 
 @pytest.mark.everywhere
-@pytest.mark.parametrize("divisor", [0, -1, float("nan"), float("inf"), True, "2"])
+@pytest.mark.parametrize("divisor", [0, -1, float("nan"), float("inf"), -float("inf"), True, "2"])
 def test_a_divisor_that_is_no_positive_number_is_refused(divisor: Any) -> None:
     """Before any buffer is built."""
 

@@ -73,11 +73,15 @@ def test_a_policy_cannot_be_changed() -> None:
             ConfigError,
             "SchedulePolicy.forward_prefetch_size must not be negative, got -1; pass 0 for none",
         ),
-        (
-            SchedulePolicy,
-            {"backward_prefetch_size": float("inf")},
-            ConfigTypeError,
-            "SchedulePolicy.backward_prefetch_size must be None or an int, got inf; pass None for the default",
+        *(
+            (
+                SchedulePolicy,
+                {name: float(number)},
+                ConfigTypeError,
+                f"SchedulePolicy.{name} must be None or an int, got {number}; pass None for the default",
+            )
+            for name in ("forward_prefetch_size", "backward_prefetch_size")
+            for number in ("inf", "-inf", "nan")
         ),
         (
             SchedulePolicy,
