@@ -162,6 +162,9 @@ class Stream(torch.Stream):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def __ne__(self, other: object) -> bool:
+        return self is not other  # torch.Stream has one of its own, which compares ids
+
     def __hash__(self) -> int:
         return self.cuda_stream
 

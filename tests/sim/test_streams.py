@@ -313,6 +313,23 @@ def test_each_rank_has_a_current_stream_of_its_own() -> None:
 # ---------------------------------------------------------------------- objects
 
 
+@pytest.mark.parametrize("knobs", [(), ("cuda",)])
+def test_a_stream_equals_itself_alone(knobs: tuple[str, ...]) -> None:
+    """However it was come by; ``!=`` says the opposite of ``==``."""
+
+    def program() -> list[bool]:
+        module: Any = torch.cuda if knobs else cpu
+        main, side, other = module.current_stream(), module.Stream(), module.Stream()
+        same = [(main, module.default_stream()), (side, side)]
+        different = [(main, side), (side, other), (side, None), (side, "side")]
+        return [
+            *(one == two and not one != two for one, two in same),  # noqa: SIM202  both are tested
+            *(one != two and not one == two for one, two in different),  # noqa: SIM201
+        ]
+
+    assert on_one_rank(program, knobs=knobs) == [True] * 6
+
+
 def test_streams_and_events_are_pytorchs() -> None:
     """They are instances of torch.Stream and torch.Event, and a stream is found by its id."""
 
