@@ -20,6 +20,7 @@ MEMORY_NBYTES = 80 << 30
 """Memory of the simulated GPU; it is counted, and no run ends because it is full."""
 CAPABILITY = (9, 0)
 NAME = "simulated GPU"
+CUDA_VERSION = "12.8"
 NCCL_VERSION = (2, 27, 0)
 _CPU = torch.device("cpu")
 
@@ -50,6 +51,7 @@ def install(undo: patches.Patches, world_size: int) -> None:
     _install_autocast(undo)
     _install_groups(undo)
     _install_files(undo)
+    undo.replace(torch.version, "cuda", CUDA_VERSION)
     undo.replace(torch, "get_device_module", _get_device_module(torch.get_device_module))
     undo.replace(torch, "compile", _compile)
     undo.replace(torch, "Generator", Generator)

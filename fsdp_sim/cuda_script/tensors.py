@@ -42,7 +42,8 @@ def install(undo: patches.Patches) -> None:
     }
     for name, value in attributes.items():
         undo.replace(Tensor, name, value)
-    undo.replace(torch.cpu.Stream, "device", property(lambda _: own_gpu().device))
+    for owner in (torch.cpu.Stream, torch.cpu.Event):
+        undo.replace(owner, "device", property(lambda _: own_gpu().device))
     undo.replace(*patches.WRAPPER_MAKER, staticmethod(_wrapping(getattr(*patches.WRAPPER_MAKER))))
     undo.wrap(*patches.FOREACH_GROUPING, _grouping)
     undo.wrap(*patches.PARSE_TO, _of_index)

@@ -95,6 +95,16 @@ class Stream(torch.Stream):
         return torch.device("cpu")
 
     @property
+    def device_index(self) -> int:  # type: ignore[override]
+        """The device's index among those of its type."""
+        return self.device.index or 0
+
+    @property
+    def device_type(self) -> int:  # type: ignore[override]
+        """The number of the device's type in C++: 0 is the CPU, 1 CUDA."""
+        return int(self.device.type == "cuda")
+
+    @property
     def stream_id(self) -> int:  # type: ignore[override]
         """The stream's number."""
         return self.machine.stream_id(self)

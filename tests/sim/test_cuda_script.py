@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +54,16 @@ def test_each_rank_has_a_gpu_of_its_own() -> None:
     )
 
     assert results == [(True, 2, rank, f"cuda:{rank}", "cuda") for rank in (0, 1)]
+
+
+def test_streams_and_events_say_whose_gpu_they_are_on() -> None:
+    """By device, and by its index and type."""
+
+    def ask(rank: int) -> list[Any]:
+        stream, event = cuda.Stream(), cuda.Event()
+        return [str(stream.device), stream.device_index, stream.device_type, str(event.device)]
+
+    assert on_two_gpus(ask) == [[f"cuda:{rank}", rank, 1, f"cuda:{rank}"] for rank in (0, 1)]
 
 
 def test_a_rank_that_has_not_chosen_its_gpu_is_told_so() -> None:
@@ -397,6 +408,20 @@ def test_the_group_is_nccls() -> None:
         return dist.get_backend()
 
     assert on_two_gpus(ask) == ["nccl", "nccl"]
+
+
+def test_gradients_are_compressed_as_the_versions_of_cuda_and_nccl_allow() -> None:
+    """DDP asks for both before it takes this hook."""
+
+    def train(rank: int) -> list[float]:
+        model = DistributedDataParallel(nn.Linear(2, 1, bias=False).cuda(), device_ids=[rank])
+        model.register_comm_hook(None, bf16_compress_hook)
+        model(torch.full((1, 2), float(rank), device="cuda")).sum().backward()
+        gradient = model.module.weight.grad
+        assert gradient is not None
+        return gradient.tolist()[0]
+
+    assert on_two_gpus(train) == [[0.5, 0.5]] * 2
 
 
 def test_a_collective_of_the_hosts_memory_is_refused() -> None:
