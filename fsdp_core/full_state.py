@@ -18,43 +18,36 @@ from fsdp_core.torch_private import is_extra_state
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the whole state dict on the CPU of rank 0, and an empty one elsewhere.
 
-    No rank holds more than one unit whole on its device at a time. What a module's
+    No rank holds more than one parameter group whole on its device at a time. What a module's
     `get_extra_state` gives is rank 0's.
 
     Ordering:
         Collective on the meshes of all units; the host of rank 0 waits.
     """
-    is_writer = dist.get_rank() == 0
-    whole: dict[str, Any] = {}
     state = model.state_dict(keep_vars=True)
-    cache: dict[int, Tensor] = {}
-    gathered: ParameterGroup | None = None
-    for name, value in _by_group(state):
+    groups: dict[ParameterGroup | None, dict[str, Any]] = {}
+    for name, value in state.items():
         owner = owner_of(value)
-        if not isinstance(value, Tensor):
-            if is_writer:
-                whole[name] = value
-            continue
-        if owner is None:
-            tensor = value.detach()
-        else:
-            group = living_group(owner)
-            if group is not gathered:
-                gathered, buffer = group, group.gather_main_weight()
-                cache = {i: buffer.get_tensor_view(i) for i in range(len(group.members))}
-            tensor = cache[group.index_of(value)]
-        if is_writer:
-            whole[name] = tensor.cpu().clone()
+        group = None if owner is None else living_group(owner)
+        groups.setdefault(group, {})[name] = value
+    whole: dict[str, Any] = {}
+    for group, entries in groups.items():
+        whole.update(_copies_of(entries, group))
     return {name: whole[name] for name in state if name in whole}
 
 
-def _by_group(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the entries with those of one parameter group side by side."""
-    groups: dict[Any, list[tuple[str, Any]]] = {}
-    for name, value in state.items():
-        owner = owner_of(value)
-        groups.setdefault(owner and owner.group, []).append((name, value))
-    return [entry for entries in groups.values() for entry in entries]
+def _copies_of(entries: dict[str, Any], group: ParameterGroup | None) -> dict[str, Any]:
+    """Return copies of whole entries on rank 0; what was gathered for them is freed on return."""
+    gathered = None if group is None else group.gather_main_weight()
+    if dist.get_rank() != 0:
+        return {}
+    copies: dict[str, Any] = {}
+    for name, value in entries.items():
+        if group is not None and gathered is not None:
+            value = gathered.get_tensor_view(group.index_of(value))
+        is_tensor = isinstance(value, Tensor)
+        copies[name] = value.detach().to("cpu", copy=True) if is_tensor else value
+    return copies
 
 
 def load_full_state_dict(model: nn.Module, state_dict: dict[str, Any] | None) -> None:
