@@ -1,6 +1,7 @@
 """B45: units on the meta device are initialised once each, with the shapes they were written for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import fsdp_sim
 from fsdp_core import meta
 from tests.cases.programs import assert_equal, local_rows, put_together, shard
+from tests.core.worlds import on_ranks
 
 Shapes = list[tuple[int, ...]]
 
@@ -45,7 +47,7 @@ def values(model: nn.Module) -> dict[str, Tensor | None]:
     return {**local_rows(model), **{name: each.clone() for name, each in model.named_buffers()}}
 
 
-def initialise(rank: int, build: Callable[[], nn.Module], units: tuple[str, ...]) -> object:
+def initialise(rank: int, build: Callable[[], nn.Module], units: tuple[str, ...]) -> Any:
     """Build on the meta device, shard; return what was reset, the rows and the buffers."""
     with torch.device("meta"):
         model = build()
@@ -59,12 +61,13 @@ def initialise(rank: int, build: Callable[[], nn.Module], units: tuple[str, ...]
 UNITS = [("inner", ""), ("",)]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("units", UNITS, ids=["nested units", "one unit"])
 def test_each_layer_is_reset_once_and_sees_its_own_whole_tensors(units: tuple[str, ...]) -> None:
     """pytorch#90465, #104187, #104189: also where both layers are one unit."""
-    report = fsdp_sim.simulate(initialise, 2, args=(build, units))
+    results = on_ranks(lambda rank: initialise(rank, build, units), 2)
 
-    for resets, _ in report.results:
+    for resets, _ in results:
         assert resets == [[[(3, 2), (3,)]], [[(2, 2), (2,)]]]
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp_sim
 from fsdp_core import ConfigError, meta
 from tests.cases.programs import Tensors, assert_equal, local_rows, put_together, shard
+from tests.core.worlds import on_ranks
 
 
 class Sevens(nn.Linear):
@@ -34,12 +34,13 @@ def made_real() -> torch.Tensor:
         shard(model, "")
         return local_rows(model)
 
-    whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
+    whole = put_together(on_ranks(program, 2, poison=True))
     weight = whole["0.weight"]
     assert weight is not None
     return weight
 
 
+@pytest.mark.everywhere
 def test_a_layer_is_initialised_by_its_reset_on_every_rank() -> None:
     """NVIDIA/Megatron-LM#6799: whole, by its own reset; then it is sharded."""
     weight = made_real()
@@ -47,6 +48,7 @@ def test_a_layer_is_initialised_by_its_reset_on_every_rank() -> None:
     assert torch.equal(weight, torch.full((3, 2), 7.0))
 
 
+@pytest.mark.everywhere
 def test_a_parameter_that_nobody_can_initialise_is_named_and_nothing_is_changed() -> None:
     """The unit is as it was, so that the model can be mended and sharded then."""
 
@@ -66,7 +68,7 @@ def test_a_parameter_that_nobody_can_initialise_is_named_and_nothing_is_changed(
         "a Bare, which has none; "
         "add one, or build it on a real device"
     )
-    assert fsdp_sim.simulate(program, 2).results == [message, message]
+    assert on_ranks(program, 2) == [message, message]
 
 
 class Scales(nn.Module):
@@ -85,6 +87,7 @@ class Scales(nn.Module):
             nn.init.constant_(parameter, 7)
 
 
+@pytest.mark.everywhere
 def test_parameters_in_a_list_are_initialised_by_the_module_that_holds_it() -> None:
     """Once, though it is responsible for a list and a dict."""
 
@@ -95,7 +98,7 @@ def test_parameters_in_a_list_are_initialised_by_the_module_that_holds_it() -> N
         assert model[0].resets == 1
         return local_rows(model)
 
-    whole = put_together(fsdp_sim.simulate(program, 2, poison=True).results)
+    whole = put_together(on_ranks(program, 2, poison=True))
 
     assert_equal(
         whole,

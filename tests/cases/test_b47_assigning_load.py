@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import fsdp_sim
 from fsdp_core import StateError, hooks
 from tests.cases.programs import (
     Row,
@@ -21,6 +20,7 @@ from tests.cases.programs import (
     shard,
     sharded_parameters,
 )
+from tests.core.worlds import on_ranks
 
 
 def twos(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -28,6 +28,7 @@ def twos(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("root", ["whole", "container"])
 def test_it_raises_before_anything_is_replaced(root: str) -> None:
     """NVIDIA/Megatron-LM#6087, #6203: on all ranks, naming the unit and the in-place way."""
@@ -53,7 +54,7 @@ def test_it_raises_before_anything_is_replaced(root: str) -> None:
         f"load_state_dict must copy into the parameters of a unit, got assign=True for unit "
         f"{unit!r}; use assign=False"
     )
-    assert fsdp_sim.simulate(program, 2).results == [message] * 2
+    assert on_ranks(program, 2) == [message] * 2
 
 
 def assign(model: nn.Module, _state: dict[str, torch.Tensor], rank: int) -> None:
@@ -68,6 +69,7 @@ def call_functionally(model: nn.Module, state: dict[str, torch.Tensor], rank: in
     torch.func.functional_call(model, state, (batch(rank),))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("replace", [assign, call_functionally])
 def test_a_replaced_parameter_is_refused_by_the_forward_that_would_ignore_it(
     replace: Callable[[nn.Module, dict[str, torch.Tensor], int], None],
@@ -87,7 +89,7 @@ def test_a_replaced_parameter_is_refused_by_the_forward_that_would_ignore_it(
         "'weight' (by assignment, or torch.func.functional_call); copy values into the sharded "
         "parameter, under torch.no_grad()"
     )
-    assert fsdp_sim.simulate(program, 2).results == [message] * 2
+    assert on_ranks(program, 2) == [message] * 2
 
 
 def test_a_model_that_was_called_functionally_is_as_it_was() -> None:
@@ -100,7 +102,7 @@ def test_a_model_that_was_called_functionally_is_as_it_was() -> None:
             call_functionally(model, twos(model), rank)
         return model(batch(rank))
 
-    for rank, output in enumerate(fsdp_sim.simulate(program, 2).results):
+    for rank, output in enumerate(on_ranks(program, 2)):
         assert torch.equal(output, fill(Row("a", "b"))(batch(rank)))
 
 
@@ -128,6 +130,7 @@ OTHER_ROWS = (
 )
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     ("make", "messages"),
     [(whole, [WHOLE, WHOLE]), (evenly, [OTHER_ROWS.format((0, 1)), OTHER_ROWS.format((2, 1))])],
@@ -147,7 +150,7 @@ def test_entries_of_other_rows_are_refused_before_anything_is_loaded(
         assert_equal(local_rows(model), before)
         return str(caught.value)
 
-    assert fsdp_sim.simulate(program, 2).results == messages
+    assert on_ranks(program, 2) == messages
 
 
 def _folded(x: torch.Tensor) -> torch.Tensor:
@@ -173,4 +176,4 @@ def test_a_load_that_replaces_parameters_is_found_by_the_next_forward(
             model(batch(rank))
         return caught.value.fqn or ""
 
-    assert fsdp_sim.simulate(program, 2).results == ["a", "a"]
+    assert on_ranks(program, 2) == ["a", "a"]
