@@ -53,6 +53,7 @@ class FsdpContext:
         graphs: outermost forwards whose backward is still to come.
         evaluating: the outermost forward was entered with gradients disabled.
         graph_task: the backward pass that the context completes.
+        trainability_changes: how often a unit has found parameters frozen or unfrozen.
         has_unwaited_reductions: no stream was put behind the last reductions yet.
         parameter_to_owner: the rank that owns each whole parameter; None once finalized.
     """
@@ -93,6 +94,7 @@ class FsdpContext:
         self.graphs = LiveGraphs()
         self.evaluating = False
         self.graph_task = -1
+        self.trainability_changes = 0
         self.has_unwaited_reductions = False
         self.parameter_to_owner = parameter_to_owner
         self._tree = ModuleTree()

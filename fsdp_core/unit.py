@@ -332,7 +332,7 @@ class ShardedUnit:
 
     def end_with(self, use: Use, outputs: Sequence[torch.Tensor]) -> None:
         """Note which outputs of a forward backward can enter."""
-        self.uses.add(use, outputs)
+        self.uses.add(use, outputs, self.context.trainability_changes)
         if self.context.calls or in_graph_task():
             return
         if outputs:

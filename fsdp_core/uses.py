@@ -41,6 +41,7 @@ class Uses:
         self._uses: list[weakref.ref[Use]] = []
         self._hidden = 0
         self._recomputes: dict[int, bool] = {}
+        self._trainability_changes = 0
 
     def note_callers(self, calls: Sequence[Call]) -> None:
         """Note in which calls of other units this unit is called."""
@@ -67,12 +68,15 @@ class Uses:
             return tuple(self._callers)
         return tuple(each.unit.ref for each in calls if each.unit is not call.unit)
 
-    def add(self, use: Use, outputs: Sequence[Tensor]) -> None:
+    def add(self, use: Use, outputs: Sequence[Tensor], trainability_changes: int) -> None:
         """Note which outputs of a call backward can enter.
 
         Why the count of nodes: it tells forwards that took other ways apart, so that a graph is
-        looked at once for each way.
+        looked at once for each way, as long as the same parameters are trained.
         """
+        if trainability_changes != self._trainability_changes:
+            self._trainability_changes = trainability_changes
+            self._recomputes.clear()
         nodes = next_node_number() - use.first_node
         if outputs:
             self._uses.append(weakref.ref(use))

@@ -218,6 +218,7 @@ class Weights:
             registry.update(shardeds)
         if trainability_of(self._fulls) != self._trainability:
             self._trainability = trainability_of(self._fulls)
+            self._context.trainability_changes += 1
             for sharded, full in zip(self._shardeds, self._fulls, strict=True):
                 sharded.requires_grad_(full.requires_grad)
         self.is_registered = False
@@ -231,6 +232,7 @@ class Weights:
             elif full.requires_grad and not sharded.requires_grad:
                 full.requires_grad_(False)  # noqa: FBT003 - PyTorch's own signature
         self._trainability = trainability_of(self._fulls)
+        self._context.trainability_changes += 1
         self.has_frozen = not all(self._trainability)
         reduced = [group for group in self._groups if group.is_trainable]
         members = [member for group in reduced for member in group.members]
