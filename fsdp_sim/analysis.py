@@ -7,7 +7,7 @@ from typing import TypeVar
 from fsdp_sim.checkers import Checker
 from fsdp_sim.checkers.deadlock import Stand
 from fsdp_sim.checkers.liveness import Liveness
-from fsdp_sim.clock import Clocks
+from fsdp_sim.clock import ADVANCE, Clocks
 from fsdp_sim.errors import Finding
 from fsdp_sim.missing_edges import MissingEdges
 from fsdp_sim.op import Kind, Op
@@ -126,13 +126,17 @@ class Analysis:
         if self._keep is not None:
             self._keep(waiting)
         found: list[Finding] = []
+        all_clocks, wanted = self._clocks, self._wanted
         for op in waiting:
-            clocks = self._clocks[op.rank]
-            clocks.apply(op)
-            new: list[Finding] = []
-            for on_op in self._wanted[op.kind]:
-                new += on_op(op, clocks)
-            if new:
+            clocks = all_clocks[op.rank]
+            if op.kind in ADVANCE:
+                clocks.apply(op)
+            new: list[Finding] | None = None
+            for on_op in wanted[op.kind]:
+                broken = on_op(op, clocks)
+                if broken:
+                    new = [*(new or ()), *broken]
+            if new is not None:
                 found += self._merge(new)
         return found
 

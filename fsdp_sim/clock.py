@@ -5,7 +5,7 @@ from fsdp_sim.op import Kind, Op
 Clock = dict[int, int]
 """Stream -> number of ops of that stream which are known to be done."""
 
-# Every op of a run passes here, and looking a member up on its enum costs 90 ns in Python 3.11.
+# Every op on a stream passes here, and looking a member up on its enum costs 90 ns in Python 3.11.
 _ATEN, _COLLECTIVE = Kind.ATEN, Kind.COLLECTIVE
 _SYNCS = frozenset(
     {
@@ -16,6 +16,8 @@ _SYNCS = frozenset(
         Kind.HOST_WAIT_STREAM,
     }
 )
+ADVANCE = _SYNCS | {_ATEN, _COLLECTIVE}
+"""Ops that advance clocks; no others need to be applied."""
 
 
 def join(into: Clock, other: Clock) -> bool:

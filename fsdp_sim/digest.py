@@ -44,25 +44,30 @@ class _WordTable(dict[str | None, int]):
 
 _WORDS = _WordTable()
 _CODES = {kind: _WORDS[kind.value] for kind in Kind}
+_ATEN_CODE = _CODES[_ATEN]
 
 
-def add_words(op: Op, full: list[int], order: list[int]) -> None:
-    """Append an op's full form and its order form, where it has them."""
-    kind = op.kind
-    if kind is _ATEN:
-        full += (_CODES[kind], _WORDS[op.name], op.stream, len(op.accesses))
-        _add_accesses(op, full)
-    elif kind is _ALLOC or kind is _FREE:
-        full += (_CODES[kind], op.stream, op.other, op.nbytes, _WORDS[op.annotation])
-        if kind is _ALLOC and op.annotation is not None:
-            order += (_CODES[kind], op.stream, op.nbytes, _WORDS[op.annotation])
-    else:
-        words = _order_words(op)
-        order += words
-        full += words
-        if kind is _COLLECTIVE:
-            full.append(len(op.accesses))
-            _add_accesses(op, full)
+def add_words(ops: Iterable[Op], full: list[int], order: list[int]) -> None:
+    """Append the full form of ops of one rank, and the order form of those that have one."""
+    for op in ops:
+        kind = op.kind
+        if kind is _ATEN:
+            full += (_ATEN_CODE, _WORDS[op.name], op.stream, len(op.accesses))
+        elif kind is _ALLOC or kind is _FREE:
+            full += (_CODES[kind], op.stream, op.other, op.nbytes, _WORDS[op.annotation])
+            if kind is _ALLOC and op.annotation is not None:
+                order += (_CODES[kind], op.stream, op.nbytes, _WORDS[op.annotation])
+        else:
+            words = _order_words(op)
+            order += words
+            full += words
+            if kind is _COLLECTIVE:
+                full.append(len(op.accesses))
+        for access in op.accesses:
+            full += access[:4]
+            strides = access[4]
+            if strides is not None:
+                full += (_STRIDED, strides[0], len(strides[1]), *strides[1], *strides[2])
 
 
 def _order_words(op: Op) -> Sequence[int]:
@@ -94,16 +99,8 @@ def _call_words(call: Call) -> Sequence[int]:
     )
 
 
-def _add_accesses(op: Op, full: list[int]) -> None:
-    for access in op.accesses:
-        full += access[:4]
-        strides = access[4]
-        if strides is not None:
-            full += (_STRIDED, strides[0], len(strides[1]), *strides[1], *strides[2])
-
-
 class RankDigest:
-    """Digests of one rank's ops, taken in one by one."""
+    """Digests of one rank's ops, taken in some at a time."""
 
     __slots__ = ("_full", "_full_hash", "_order", "_order_hash")
 
@@ -113,9 +110,9 @@ class RankDigest:
         self._full_hash = blake2b(digest_size=DIGEST_BYTES)
         self._order_hash = blake2b(digest_size=DIGEST_BYTES)
 
-    def add(self, op: Op) -> None:
-        """Take one op in."""
-        add_words(op, self._full, self._order)
+    def extend(self, ops: Iterable[Op]) -> None:
+        """Take ops in."""
+        add_words(ops, self._full, self._order)
         if len(self._full) > _FLUSH_WORDS:
             self._flush()
 

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ TRACE_OPS_MAX = 10_000_000
 """Ops that a trace keeps; one more is an error."""
 LAST_OPS_KEPT = 256
 """Ops that a trace keeps when it was not asked for: the last ones, for reports."""
+
+_rank = attrgetter("rank")
 
 
 class Trace:
@@ -55,8 +58,8 @@ class Trace:
                 f"a trace keeps {TRACE_OPS_MAX} ops at most; trace fewer steps, or pass trace=False"
             )
         self._ops.extend(ops)
-        for op in ops:
-            self._digests[op.rank].add(op)
+        for rank, of_rank in groupby(ops, _rank):
+            self._digests[rank].extend(of_rank)
 
     @property
     def ops(self) -> Sequence[Op]:
@@ -209,7 +212,7 @@ def _by_rank(trace: Trace, order_only: bool) -> list[list[_Entry]]:  # noqa: FBT
     for op in trace.all_ops():
         full: list[int] = []
         order: list[int] = []
-        add_words(op, full, order)
+        add_words((op,), full, order)
         words = tuple(order if order_only else full)
         if words:
             entries[op.rank].append((words, op))

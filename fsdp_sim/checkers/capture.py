@@ -17,6 +17,8 @@ COMPUTE = (FORWARD, *IN_BACKWARD)
 COMPLETION = "fsdp_core::complete"
 """Range around what ends a step, at whose end the caller's stream is behind all others."""
 
+_RUNS = WORK_KINDS | {ALLOC}
+
 
 @dataclass
 class _Step:
@@ -105,8 +107,7 @@ class Capture:
     Source: CUDA C++ programming guide 12.x, section 3.2.8.7.3 (cross-stream dependencies and events).
     """
 
-    kinds = WORK_KINDS | {
-        ALLOC,
+    kinds = _RUNS | {
         RANGE_PUSH,
         RANGE_POP,
         Kind.RECORD_EVENT,
@@ -128,8 +129,10 @@ class Capture:
         """Follow the step, if one is open or begins here."""
         kind = op.kind
         step = self._steps.get(op.rank)
-        if kind in WORK_KINDS or kind is ALLOC:
-            self._syncs[op.rank].clear()
+        if kind in _RUNS:
+            syncs = self._syncs.get(op.rank)
+            if syncs:
+                syncs.clear()
             return () if step is None else self._use(step, op)
         if kind is RANGE_PUSH or kind is RANGE_POP:
             return self._range(step, op, clocks)

@@ -10,46 +10,50 @@ from fsdp_sim.op import Kind, Op
 
 _Uses = dict[int, Op]
 """Stream -> its last access."""
+_NONE: _Uses = {}
+
+
+class _Block:
+    """An allocated block.
+
+    Attributes:
+        home: the stream whose pool it came from.
+        before: the last access of that stream to any memory that was freed to its pool by then.
+        before_foreign: the last accesses of other streams to such memory.
+        used: the last access of its own stream.
+        foreign: the accesses of other streams.
+        recorded: streams that ``record_stream`` names.
+    """
+
+    __slots__ = ("before", "before_foreign", "foreign", "home", "recorded", "used")
+
+    def __init__(self, home: int, before: Op | None, before_foreign: _Uses) -> None:
+        self.home = home
+        self.before = before
+        self.before_foreign = before_foreign
+        self.used: Op | None = None
+        self.foreign: _Uses | None = None
+        self.recorded: set[int] | None = None
 
 
 class _Pools:
     """The memory of one rank.
 
     Attributes:
-        home: allocated block -> the stream whose pool it came from.
-        used: allocated block -> the last access of that stream.
-        foreign: allocated block -> the accesses of other streams, where there are any.
-        recorded: allocated block -> streams that ``record_stream`` names.
+        blocks: those that are allocated.
         freed: stream -> blocks freed to its pool since its last allocation that other streams have
             accessed: the op that freed, and those accesses.
         last: stream -> its own last access to any memory that was freed to its pool.
         past: stream -> the last accesses of other streams to such memory; never changed in place.
-        before: allocated block -> ``last`` when it was allocated.
-        before_foreign: allocated block -> ``past`` when it was allocated, if there was any.
     """
 
-    __slots__ = (
-        "before",
-        "before_foreign",
-        "foreign",
-        "freed",
-        "home",
-        "last",
-        "past",
-        "recorded",
-        "used",
-    )
+    __slots__ = ("blocks", "freed", "last", "past")
 
     def __init__(self) -> None:
-        self.home: dict[int, int] = {}
-        self.used: dict[int, Op] = {}
-        self.foreign: dict[int, _Uses] = {}
-        self.recorded: dict[int, set[int]] = {}
+        self.blocks: dict[int, _Block] = {}
         self.freed: dict[int, list[tuple[Op, _Uses]]] = {}
         self.last: dict[int, Op] = {}
         self.past: dict[int, _Uses] = {}
-        self.before: dict[int, Op] = {}
-        self.before_foreign: dict[int, _Uses] = {}
 
 
 class Lifetime:
@@ -81,18 +85,16 @@ class Lifetime:
             return self._use(pools, op, clocks)
         if kind is ALLOC:
             stream = op.stream
-            pools.home[op.other] = stream
-            last = pools.last.get(stream)
-            if last is not None:
-                pools.before[op.other] = last
-            if stream in pools.past:
-                pools.before_foreign[op.other] = pools.past[stream]
+            before, before_foreign = pools.last.get(stream), pools.past.get(stream, _NONE)
+            pools.blocks[op.other] = _Block(stream, before, before_foreign)
             if stream in pools.freed:
                 return self._judge(pools, op, clocks)
         elif kind is FREE:
             _free(pools, op)
         elif kind is Kind.RECORD_STREAM:
-            pools.recorded.setdefault(op.other, set()).add(op.stream)
+            block = pools.blocks.get(op.other)
+            if block is not None:
+                block.recorded = {op.stream, *(block.recorded or ())}
         return ()
 
     def on_end(self) -> Iterable[Finding]:
@@ -101,28 +103,29 @@ class Lifetime:
 
     def _use(self, pools: _Pools, op: Op, clocks: Clocks) -> Iterable[Finding]:
         """Note the accesses of an op; judge those that are the first of another stream."""
-        home = pools.home
+        blocks = pools.blocks
         stream = op.stream
         found: list[Finding] = []
         for access in op.accesses:
-            block = access[0]
-            owner = home.get(block)
-            if owner == stream:
-                pools.used[block] = op
-            elif owner is not None:
-                foreign = pools.foreign.setdefault(block, {})
-                if stream not in foreign:
-                    found += self._first(pools, block, op, clocks)
-                foreign[stream] = op
+            block = blocks.get(access[0])
+            if block is None:
+                continue
+            if block.home == stream:
+                block.used = op
+                continue
+            if block.foreign is None:
+                block.foreign = {}
+            if stream not in block.foreign:
+                found += self._first(block, access[0], op, clocks)
+            block.foreign[stream] = op
         return found
 
-    def _first(self, pools: _Pools, block: int, op: Op, clocks: Clocks) -> list[Finding]:
+    def _first(self, block: _Block, storage: int, op: Op, clocks: Clocks) -> list[Finding]:
         """Check that what the pool held before is done before another stream uses a block of it."""
-        last = pools.before.get(block)
-        earlier = () if last is None else (last,)
+        earlier = () if block.before is None else (block.before,)
         return [
-            self._too_early(use, block, op)
-            for use in (*earlier, *pools.before_foreign.get(block, {}).values())
+            self._too_early(use, storage, op)
+            for use in (*earlier, *block.before_foreign.values())
             if not clocks.is_ordered(use.stream, use.tick, op.stream)
         ]
 
@@ -166,22 +169,19 @@ class Lifetime:
 
 def _free(pools: _Pools, free: Op) -> None:
     """Give a block back to its pool; accesses of streams that ``record_stream`` named are done by then."""
-    block = free.other
-    home = pools.home.pop(block, free.stream)
-    pools.before.pop(block, None)
-    used = pools.used.pop(block, None)
+    block = pools.blocks.pop(free.other, None)
+    if block is None:
+        return
+    home, used = block.home, block.used
     if used is not None:
         last = pools.last.get(home)
         if last is None or last.tick < used.tick:
             pools.last[home] = used
-    if pools.before_foreign:
-        pools.before_foreign.pop(block, None)
-    recorded = pools.recorded.pop(block, ()) if pools.recorded else ()
-    foreign = pools.foreign.pop(block, None) if pools.foreign else None
-    if foreign is not None:
-        unsafe = {stream: op for stream, op in foreign.items() if stream not in recorded}
+    if block.foreign is not None:
+        recorded = block.recorded or ()
+        unsafe = {stream: op for stream, op in block.foreign.items() if stream not in recorded}
         pools.freed.setdefault(home, []).append((free, unsafe))
-        pools.past[home] = _merged(pools.past.get(home, {}), unsafe)
+        pools.past[home] = _merged(pools.past.get(home, _NONE), unsafe)
 
 
 def _merged(past: _Uses, uses: _Uses) -> _Uses:

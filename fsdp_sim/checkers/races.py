@@ -43,21 +43,10 @@ class _History:
             self.wrote = op.tick
 
 
-class _Blocks:
-    """The blocks of one rank.
-
-    Attributes:
-        private: stream -> block -> accesses, of blocks that only this stream has touched.
-        owner: block -> that stream.
-        shared: block -> stream -> history, of the others.
-    """
-
-    __slots__ = ("owner", "private", "shared")
-
-    def __init__(self) -> None:
-        self.private: dict[int, dict[int, _Last]] = {}
-        self.owner: dict[int, int] = {}
-        self.shared: dict[int, dict[int, _History]] = {}
+_Private = tuple[int, _Last]
+"""Of a block that only one stream has touched, and not in too many ways: the stream, and its accesses."""
+_Shared = dict[int, _History]
+"""Of any other block: what each stream did to it."""
 
 
 class Races:
@@ -76,42 +65,39 @@ class Races:
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self._ranks: dict[int, _Blocks] = {}
+        self._ranks: dict[int, dict[int, _Private | _Shared]] = {}
 
     def on_op(self, op: Op, clocks: Clocks) -> Iterable[Finding]:
         """Compare the op's accesses with what other streams did to the same blocks."""
         blocks = self._ranks.get(op.rank)
         if blocks is None:
-            blocks = self._ranks[op.rank] = _Blocks()
+            blocks = self._ranks[op.rank] = {}
         if op.kind is FREE:
-            _forget(blocks, op.other)
+            blocks.pop(op.other, None)  # nothing is left to race with
             return ()
         stream = op.stream
-        private = blocks.private.get(stream)
-        if private is None:
-            private = blocks.private[stream] = {}
         found: list[Finding] | None = None
         for access in op.accesses:
-            last = private.get(access[0])
-            if last is not None:
-                last[access] = op
-                if len(last) > ENTRIES_MAX:
-                    _share(blocks, access[0])
-            elif access[0] not in blocks.owner:
-                private[access[0]] = {access: op}
-                blocks.owner[access[0]] = stream
-            else:
-                new = self._shared(blocks, access, op, clocks)
-                found = new if found is None else found + new
+            block = blocks.get(access[0])
+            if block is None:
+                blocks[access[0]] = (stream, {access: op})
+                continue
+            if isinstance(block, tuple):
+                owner, last = block
+                if owner == stream and len(last) <= ENTRIES_MAX:
+                    last[access] = op
+                    continue
+                block = blocks[access[0]] = {owner: _History(last)}
+            new = self._shared(block, access, op, clocks)
+            found = new if found is None else found + new
         return found or ()
 
     def on_end(self) -> Iterable[Finding]:
         """Return nothing: a race is found at its second access."""
         return ()
 
-    def _shared(self, blocks: _Blocks, access: Access, op: Op, clocks: Clocks) -> list[Finding]:
+    def _shared(self, histories: _Shared, access: Access, op: Op, clocks: Clocks) -> list[Finding]:
         """Check an access to a block that several streams touch, and take it in."""
-        histories = blocks.shared.get(access.storage) or _share(blocks, access.storage)
         clock = clocks.of(op.stream)
         found: list[Finding] = []
         for stream, history in histories.items():
@@ -157,22 +143,6 @@ class Races:
             )
         sites = (words.site(earlier), words.site(op))
         return Finding("Race", message, sites, tuple(detail), (op.rank,))
-
-
-def _forget(blocks: _Blocks, storage: int) -> None:
-    """The block is freed: nothing is left to race with."""
-    owner = blocks.owner.pop(storage, None)
-    if owner is not None:
-        blocks.private[owner].pop(storage, None)
-        blocks.shared.pop(storage, None)
-
-
-def _share(blocks: _Blocks, storage: int) -> dict[int, _History]:
-    """Leave the fast path of a block: a second stream touches it, or one touches it in many ways."""
-    owner = blocks.owner[storage]
-    histories = {owner: _History(blocks.private[owner].pop(storage))}
-    blocks.shared[storage] = histories
-    return histories
 
 
 def _prune(history: _History, clocks: Clocks, stream: int) -> None:
