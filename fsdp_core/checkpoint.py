@@ -56,7 +56,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
     Args:
         model: sharded.
         optimizer: of its sharded parameters.
-        checkpoint_dir: on a file system that all ranks see.
+        checkpoint_dir: on a file system that all ranks see; what a link points to is replaced, not
+            the link.
 
     Ordering:
         Collective on the default process group; the host waits.
@@ -66,7 +67,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
         UnsupportedError: a state that is neither a tensor nor what JSON can say.
         OSError: a file cannot be written. Every rank raises what one of them does.
     """
-    target = Path(checkpoint_dir)
+    target = Path(checkpoint_dir).resolve()
     with raised_by_all():
         entries = {**model_entries(model.state_dict()), **optimizer_entries(model, optimizer)}
         if dist.get_rank() == 0:
@@ -111,7 +112,7 @@ def load_checkpoint(
             them does.
     """
     with raised_by_all():
-        directory = find(Path(checkpoint_dir))
+        directory = find(Path(checkpoint_dir).resolve())
         checked = check_files(directory)
     with raised_by_all():
         reader = PlainReader(directory, checked)

@@ -45,6 +45,18 @@ def test_a_second_save_takes_the_place_of_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.everywhere
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """What it points to is replaced."""
+    once(lambda: (tmp_path / "latest").symlink_to(tmp_path / "saved"))
+    save(tmp_path / "latest", steps=1)
+    expected = save(tmp_path / "latest")
+
+    assert_equal(load(tmp_path / "latest"), expected)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "saved"]
+    assert (tmp_path / "latest").is_symlink()
+
+
+@pytest.mark.everywhere
 @pytest.mark.parametrize("name", ["all", "all/notes"])
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, name: str) -> None:
     """Such as the folder of earlier ones; nothing is written, in it or beside it."""

@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 import fsdp_core
 from fsdp_core import ConfigError
 from tests.cases.programs import assert_equal, fill, local_rows, shard
-from tests.core.saved_models import Tied, adamw, edit_metadata, refused, save, train
+from tests.core.saved_models import (
+    Tied,
+    adamw,
+    build,
+    edit_metadata,
+    load,
+    refused,
+    save,
+    train,
+)
 from tests.core.worlds import on_ranks
 
 OTHER_PARAMETERS = (
@@ -99,6 +108,31 @@ def test_groups_may_be_split_otherwise(tmp_path: Path) -> None:
         return [group["lr"] for group in optimizer.param_groups]
 
     assert on_ranks(body, 2) == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("action", [fsdp_core.save_checkpoint, fsdp_core.load_checkpoint])
+def test_an_optimizer_of_another_model_is_refused(
+    tmp_path: Path, action: Callable[[nn.Module, Optimizer, Path], None]
+) -> None:
+    """Before anything is written, to the disk or to the model."""
+    expected = save(tmp_path / "saved")
+
+    def body(_rank: int) -> str:
+        model, _ = build()
+        _, optimizer = build()
+        before = local_rows(model)
+        with pytest.raises(ConfigError) as caught:
+            action(model, optimizer, tmp_path / "saved")
+        assert_equal(local_rows(model), before)
+        return str(caught.value)
+
+    message = (
+        "the optimizer must hold parameters of the model, got one of shape (6, 2) that is none; pass "
+        "the model and the optimizer that belong together"
+    )
+    assert on_ranks(body, 2) == [message] * 2
+    assert_equal(load(tmp_path / "saved"), expected)
 
 
 ENTRY = "optimizer.state.second.weight.exp_avg"
