@@ -9,6 +9,8 @@ run of shards that lie side by side in a unit's buffer and belong to one optimiz
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -73,7 +75,6 @@ class _Run:
         start: the first element of the run in this rank's range of the group.
         plain: what is stepped, flat, over the same storage.
         shown: the state that users see DTensors over; most steps leave its tensors the same.
-        given: what users were given of it, one dict a part; they may have written others since.
         versions: how often each tensor that parts share was written, by its key.
     """
 
@@ -82,7 +83,6 @@ class _Run:
     start: int
     plain: nn.Parameter
     shown: dict[str, Any] = field(default_factory=dict)
-    given: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)
 
 
@@ -189,6 +189,7 @@ class _LocalStep:
         self._runs = runs
         self._seen = _held(optimizer)
         self._public_state: Any = None
+        self._given: list[object] = []
         self._public_params: list[list[nn.Parameter]] = []
         self._local_state: defaultdict[Tensor, Any] = defaultdict(dict)
         self._state_is_wrapped = False
@@ -203,7 +204,7 @@ class _LocalStep:
         self._split_mixed()
         complete_groups(run.group for runs in self._runs for run in runs)
         self._check_shared(optimizer.state)
-        if optimizer.state is not self._public_state or self._was_edited():
+        if optimizer.state is not self._public_state or self._was_edited(optimizer.state):
             self._take_state(optimizer.state)
         self._public_params = [group["params"] for group in optimizer.param_groups]
         grads = [[self._local_grad(run) for run in runs] for runs in self._runs]
@@ -229,6 +230,7 @@ class _LocalStep:
                 run.group.mark_written()
                 self._show_state(run)
                 run.versions = {key: version_of(value) for key, value in _shared_by_parts(run)}
+        self._given = _contents(self._public_state)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -284,13 +286,10 @@ class _LocalStep:
                     if len(sharing) > 1:
                         raise _written_in_place(key, run)
 
-    def _was_edited(self) -> bool:
+    def _was_edited(self, public: Any) -> bool:
         """Whether users have added, replaced or removed some state since the last step."""
-        return any(
-            not _is_as_given(run, self._local_state.get(run.plain), self._public_state)
-            for runs in self._runs
-            for run in runs
-        )
+        contents = _contents(public)
+        return len(contents) != len(self._given) or not all(map(is_, contents, self._given))
 
     def _take_state(self, public: Any) -> None:
         """Build the state of the plain parameters from what users see, which they have changed.
@@ -323,7 +322,7 @@ class _LocalStep:
             part.parameter
             for runs in self._runs
             for run in runs
-            if self._local_state.get(run.plain)
+            if not run.shown and self._local_state.get(run.plain)
             for part in run.parts
             if part.parameter not in self._public_state
         )
@@ -337,7 +336,7 @@ class _LocalStep:
     def _show_state(self, run: _Run) -> None:
         """Let users see a run's state: DTensors over its parts, each made once."""
         state = self._local_state.get(run.plain)
-        if not state or _is_shown(run, state, self._public_state):
+        if not state or _is_shown(run, state):
             return
         for part in run.parts:
             shown = self._public_state[part.parameter]
@@ -347,7 +346,6 @@ class _LocalStep:
                 elif key not in shown or not _shares_storage(shown[key], value):
                     shown[key] = _wrap_part(run.group, part, value)
         run.shown = dict(state)
-        run.given = [dict(self._public_state[part.parameter]) for part in run.parts]
 
 
 def _has_elements(plain: Tensor) -> bool:
@@ -479,7 +477,7 @@ def _is_uniform(run: _Run) -> bool:
     if all(grad is None for grad in grads):
         return True
     bound = [run.group.bound_grad(part.index) for part in run.parts]
-    return all(grad is ours for grad, ours in zip(grads, bound, strict=True))
+    return all(map(is_, grads, bound))
 
 
 def _has_one_state(run: _Run, public: Any) -> bool:
@@ -490,17 +488,6 @@ def _has_one_state(run: _Run, public: Any) -> bool:
     return all(states) and all(
         state.keys() == states[0].keys() and _scalars(state) == _scalars(states[0])
         for state in states
-    )
-
-
-def _is_as_given(run: _Run, local: dict[str, Any] | None, public: Any) -> bool:
-    """Whether users see of a run's state what the last step left for them."""
-    states = [public.get(part.parameter, {}) for part in run.parts]
-    if not local:
-        return not any(states)
-    return all(
-        state.keys() == given.keys() and all(state[key] is given[key] for key in given)
-        for state, given in zip(states, run.given, strict=True)
     )
 
 
@@ -573,12 +560,17 @@ def _scalars(state: dict[str, Any]) -> dict[str, Any]:
 # --- state -----------------------------------------------------------------------------------------
 
 
-def _is_shown(run: _Run, state: dict[str, Any], public: Any) -> bool:
+def _contents(state: Any) -> list[object]:
+    """Return all that a state holds, flat, to be compared by identity."""
+    states = list(state.values())
+    values = chain.from_iterable(map(methodcaller("values"), states))
+    return [*state, *chain.from_iterable(states), *values]
+
+
+def _is_shown(run: _Run, state: dict[str, Any]) -> bool:
     """Whether users see every value of a run's state already, and no value was replaced since."""
-    return (
-        len(state) == len(run.shown)
-        and all(run.shown.get(key) is value for key, value in state.items())
-        and all(part.parameter in public for part in run.parts)
+    return len(state) == len(run.shown) and all(
+        run.shown.get(key) is value for key, value in state.items()
     )
 
 
