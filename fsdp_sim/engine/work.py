@@ -44,6 +44,11 @@ class Work(dist.Work):
         self.parts: list[Part] = []
         self.outputs: list[Tensor] = []
 
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the operation ran on the stream that was current, so that streams need no wait."""
+        return self.launch is not None and self.event < 0
+
     def await_values(self) -> None:
         """The host stops until the operation is complete, as gloo's would.
 

@@ -101,7 +101,7 @@ class Probe:
     ) -> Any:
         """Make one call of a verb, or what stands for it where its site is broken."""
         machine = machines.current()
-        if machine is None or machine.rank.index in self._inside:
+        if machine is None or machine.rank.index in self._inside or _orders_nothing(verb, args):
             return original(*args, **kwargs)
         site = self.site(verb)
         if site is None:
@@ -189,6 +189,14 @@ def _seen(
         return probe.call(verb, original, instead, args, kwargs)
 
     return call
+
+
+def _orders_nothing(verb: Verb, args: tuple[Any, ...]) -> bool:
+    """Whether this is a wait for a collective that ran on the current stream already.
+
+    `torch.distributed` makes it of each synchronous collective, for groups whose host must wait.
+    """
+    return verb is Verb.WORK_WAIT and args[0].is_synchronous
 
 
 def _left(probe: Probe, original: Callable[..., Any]) -> Callable[..., Any]:

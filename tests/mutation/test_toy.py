@@ -124,6 +124,13 @@ def test_a_finding_of_the_unbroken_program_kills_nothing() -> None:
     assert by_verb(result.mutants) == {"survived": [Verb.WAIT_STREAM]}
 
 
+def test_a_wait_for_a_synchronous_collective_is_no_site() -> None:
+    """It ran on the current stream; some groups' hosts must wait all the same."""
+    found = by_verb(campaign(toy.reduced_by_the_group, toy.waited_for_nothing).mutants)
+
+    assert found == {"survived": [Verb.WAIT_STREAM]}
+
+
 def test_calls_of_the_program_itself_are_no_sites() -> None:
     """A site is in the package's own source."""
     files = {site.file for mutant in campaign(toy.lent).mutants for site in mutant.sites}

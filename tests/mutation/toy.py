@@ -28,6 +28,16 @@ def reduced_by_work(value: Tensor) -> Tensor:
     return value * 2
 
 
+def reduced_by_the_group(value: Tensor) -> Tensor:
+    """Reduce synchronously, as the functions of torch.distributed do it."""
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    work = dist.group.WORLD.allreduce([value], options)  # type: ignore[union-attr]
+    if work is not None:
+        work.wait()
+    return value * 2
+
+
 def moved_by_host(value: Tensor) -> Tensor:
     """Use a value on another stream after the host has waited for it."""
     first, second = cpu.Stream(), cpu.Stream()
