@@ -16,7 +16,7 @@ from fsdp_core import device as accelerator
 from fsdp_core.errors import ConfigError
 from fsdp_core.layout import GlobalLayout, Range
 from fsdp_core.placement import Step, Transition, plan_redistribution
-from fsdp_core.torch_private import all_gather_single, reduce_scatter_single
+from fsdp_core.torch_private import all_gather_single, preserve_version, reduce_scatter_single
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +148,18 @@ def run_stages(stages: Sequence[Stage], axes: MeshAxes, source: Span, out: Span)
     part of `out` that it covers, so its input is already in place there.
     """
     data = source
-    for stage in stages:
-        if stage.collective is not None:
-            target = _target(stage, out)
-            stage.collective(stage, axes.process_groups[stage.step.axis], data, target)
-            data = target
-        elif stage.step.transition is Transition.SLICE:
-            data = data.part(stage.held)
-        if stage.divisor > 1:
-            data.flat.div_(stage.divisor)
-    if data is not out:
-        out.copy_from(data)
+    with preserve_version(out.flat):
+        for stage in stages:
+            if stage.collective is not None:
+                target = _target(stage, out)
+                stage.collective(stage, axes.process_groups[stage.step.axis], data, target)
+                data = target
+            elif stage.step.transition is Transition.SLICE:
+                data = data.part(stage.held)
+            if stage.divisor > 1:
+                data.flat.div_(stage.divisor)
+        if data is not out:
+            out.copy_from(data)
 
 
 def _target(stage: Stage, out: Span) -> Span:

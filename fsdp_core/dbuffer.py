@@ -1,7 +1,8 @@
 """DBuffer: a flat buffer spread over a mesh; changes of its placements become collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,9 +66,6 @@ class DBuffer:
         self.span = Span(flat, self.held)
         self._views: dict[int, Tensor] = {}
         self._stages: dict[tuple[Placement, ...], tuple[Stage, ...]] = {}
-        # Placements, `out` and stages of the last change into a given buffer: the next is often the same.
-        self._last_change: tuple[tuple[Placement, ...], DBuffer | None, tuple[Stage, ...]]
-        self._last_change = ((), None, ())
 
     # -- construction ------------------------------------------------------------------------
 
@@ -337,21 +335,26 @@ class DBuffer:
             UnsupportedError: no collective makes this change.
             ConfigError: `out` differs in mesh, placements, layout, dtype or device.
         """
-        last_placements, last_out, stages = self._last_change
-        if out is None or out is not last_out or placements is not last_placements:
-            target = specialize(placements)
-            if out is not None:
-                self._check_out(out, target, self.flat.dtype)
-            stages = self._plan(target)
-            if out is None:
-                if all(stage.collective is None for stage in stages):
-                    return self.view(target)
-                out = DBuffer.empty(self.axes, target, self.layout, self.flat.dtype)
-            elif isinstance(placements, tuple):
-                self._last_change = placements, out, stages
-        with preserve_version(out.flat):
-            run_stages(stages, self.axes, self.span, out.span)
+        target = specialize(placements)
+        if out is not None:
+            self._check_out(out, target, self.flat.dtype)
+        stages = self._plan(target)
+        if out is None:
+            if all(stage.collective is None for stage in stages):
+                return self.view(target)
+            out = DBuffer.empty(self.axes, target, self.layout, self.flat.dtype)
+        run_stages(stages, self.axes, self.span, out.span)
         return out
+
+    def redistribution(self, out: "DBuffer") -> Callable[[], None]:
+        """Return `redistribute` into `out`, checked and planned once, to be called any number of times.
+
+        Raises:
+            UnsupportedError: see `redistribute`.
+            ConfigError: `out` differs in mesh, layout, dtype or device.
+        """
+        self._check_out(out, out.placements, self.flat.dtype)
+        return partial(run_stages, self._plan(out.placements), self.axes, self.span, out.span)
 
     def _plan(self, placements: tuple[Placement, ...]) -> tuple[Stage, ...]:
         """Return the stages of a change, planned once."""

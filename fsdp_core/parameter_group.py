@@ -8,7 +8,7 @@ module's original `Parameter`, a view of the gathered buffer, which autograd see
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -143,6 +143,7 @@ class ParameterGroup:
         self._own_grad_holders = 0
         self._main_version = -1
         self._fulls = [member.full for member in self.members]
+        self._shardeds: list[nn.Parameter] = []
         self._written: list[Tensor] = []
         self.unit: weakref.ref[Any] = weakref.ref(self)
         if self.is_trainable:
@@ -175,18 +176,25 @@ class ParameterGroup:
         self._make_views(self.full_weight)
         self.full_weight.release_storage()
         self._gather_source = self._stored or self.main_weight
+        self._casts = self._gather_source.flat.dtype != self._compute_dtype
+        source = self._own_slice if self._casts else self._gather_source
+        self._gather = source.redistribution(self.full_weight)
 
     def _make_views(self, buffer: DBuffer) -> list[Tensor]:
         return [buffer.get_tensor_view(index) for index in range(len(self.members))]
 
     def _build_gradients(self) -> None:
         axes, layout = self._spec.axes, self.layout
-        partial = (Partial("avg"),) * len(self._gradient)
+        summands = (Partial("avg"),) * len(self._gradient)
         self._main_grad = DBuffer.empty(axes, self._gradient, layout, self._main_grad_dtype)
-        self._partial = DBuffer.empty(axes, partial, layout, self._reduce_dtype)
+        self._partial = DBuffer.empty(axes, summands, layout, self._reduce_dtype)
         self._partial_views = self._make_views(self._partial)
         # What this rank keeps of a reduction is written over its own part of the summands.
         self._contribution = self._partial.view(self._gradient)
+        self._reduce_in_place = self._partial.redistribution(self._contribution)
+        self._reduce_directly: Callable[[], None] | None = None
+        if self._reduce_dtype == self._main_grad_dtype and self._gradient != summands:
+            self._reduce_directly = self._partial.redistribution(self._main_grad)
         self._partial.release_storage()
         self._final_grad = self._main_grad.view(self._optimizer)
         self._sharded_grads = self._window_grads = self._grad_dtensors(self._final_grad)
@@ -208,7 +216,8 @@ class ParameterGroup:
             for index, member in enumerate(self.members):
                 self._make_sharded(index, member)
                 self._point_to_buffer(index, member)
-        self._written = [self.main_weight.flat, *(member.sharded for member in self.members)]
+        self._shardeds = [member.sharded for member in self.members]
+        self._written = [self.main_weight.flat, *self._shardeds]
         for member in self.members:
             for slot in member.slots:
                 slot.registry[slot.name] = member.sharded
@@ -320,12 +329,9 @@ class ParameterGroup:
         if self.keeps_full:
             return gathers
         self.full_weight.reallocate_storage()
-        source = self._gather_source
-        if source.flat.dtype == self._compute_dtype:
-            source.redistribute(self._replicated, out=self.full_weight)
-        else:
-            source.cast(self._compute_dtype, out=self._own_slice)
-            self._own_slice.redistribute(self._replicated, out=self.full_weight)
+        if self._casts:
+            self._gather_source.cast(self._compute_dtype, out=self._own_slice)
+        self._gather()
         return gathers + 1
 
     def _refresh(self) -> int:
@@ -392,27 +398,26 @@ class ParameterGroup:
             Runs on the current stream, which must be behind the allocation.
         """
         views, grads = [], []
-        for view, member in zip(self._partial_views, self.members, strict=True):
-            grad = member.full.grad
+        for view, full in zip(self._partial_views, self._fulls, strict=True):
+            grad = full.grad
             if grad is None:
                 view.zero_()
             else:
                 views.append(view)
                 # Of an embedding's rows alone: another rank has others, so all are reduced.
                 grads.append(grad.to_dense() if grad.is_sparse else grad)
-                member.full.grad = None
+                full.grad = None
         if views:
             torch._foreach_copy_(views, grads)
 
     def foreign_gradients(self) -> list[int]:
         """Return which parameters have a gradient that somebody put in the place of the group's."""
-        grads = zip(self.members, self._sharded_grads, self._window_grads, strict=True)
+        held = map(_GRAD, self._shardeds)
+        grads = zip(held, self._sharded_grads, self._window_grads, strict=True)
         return [
             index
-            for index, (member, final, window) in enumerate(grads)
-            if (grad := member.sharded.grad) is not None
-            and grad is not final
-            and grad is not window
+            for index, (grad, final, window) in enumerate(grads)
+            if grad is not None and grad is not final and grad is not window
         ]
 
     def adopt_gradient(self, index: int) -> bool:
@@ -443,15 +448,17 @@ class ParameterGroup:
         """
         assert self._main_grad is not None
         accumulate = self._prepare_window()
-        same_dtype = self._reduce_dtype == self._main_grad_dtype
-        direct = same_dtype and not accumulate and self._gradient != self._partial.placements
-        out = self._main_grad if direct else self._contribution
-        contribution = self._partial.redistribute(self._gradient, out=out)
+        if self._reduce_directly is not None and not accumulate:
+            contribution = self._main_grad
+            self._reduce_directly()
+        else:
+            contribution = self._contribution
+            self._reduce_in_place()
         if self._spec.grad_divisor != 1:
             contribution.flat.div_(self._spec.grad_divisor)
         if accumulate:
             self._main_grad.flat.add_(contribution.flat)
-        elif not direct:
+        elif contribution is not self._main_grad:
             self._main_grad.flat.copy_(contribution.flat)
         self._partial.release_storage()
         self._awaits_finish = True
@@ -462,7 +469,7 @@ class ParameterGroup:
 
         Those that `zero_grad` dropped since then belong to a window that was given up.
         """
-        return self._awaits_finish and any(m.sharded.grad is not None for m in self.members)
+        return self._awaits_finish and not all(self._missing_gradients())
 
     def finish_window(self) -> None:
         """Bring the window's gradients into optimizer placements, in place, on the current stream.
@@ -483,9 +490,13 @@ class ParameterGroup:
             self._grad_is_final = True
             self._awaits_finish = False
         grads = self._sharded_grads if is_over else self._window_grads
-        for member, grad in zip(self.members, grads, strict=True):
-            if member.full.requires_grad and member.sharded.grad is not grad:
-                member.sharded.grad = grad
+        for sharded, full, grad in zip(self._shardeds, self._fulls, grads, strict=True):
+            if full.requires_grad and sharded.grad is not grad:
+                sharded.grad = grad
+
+    def _missing_gradients(self) -> list[bool]:
+        """Return for each parameter whether its sharded one has no gradient."""
+        return [grad is None for grad in map(_GRAD, self._shardeds)]
 
     def _prepare_window(self) -> bool:
         """Make the main gradient ready to be added to.
@@ -494,7 +505,7 @@ class ParameterGroup:
             Whether to add: some sharded gradient exists, be it one of a parameter that is frozen
             by now. If not, the next one overwrites.
         """
-        missing = [member.sharded.grad is None for member in self.members]
+        missing = self._missing_gradients()
         accumulate = not all(missing)
         assert self._main_grad is not None
         if accumulate and any(missing):
@@ -547,8 +558,7 @@ class ParameterGroup:
         buffer = self._main_grad
         if buffer is None or buffer.is_released:
             return
-        dropped = all(member.sharded.grad is None for member in self.members)
-        if dropped and self._grad_holders() == self._own_grad_holders:
+        if all(self._missing_gradients()) and self._grad_holders() == self._own_grad_holders:
             buffer.release_storage()
             self._awaits_finish = False
 
@@ -567,6 +577,7 @@ class ParameterGroup:
         self._awaits_finish = False
 
 
+_GRAD = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
