@@ -242,9 +242,8 @@ def reallocate(tensor: Tensor) -> None:
 
     Why the views survive: they share the storage object, whatever address it has now.
     """
-    storage = tensor.untyped_storage()
     assert tensor.storage_offset() == 0
-    storage.resize_(tensor.numel() * tensor.element_size())
+    tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def is_released(tensor: Tensor) -> bool:

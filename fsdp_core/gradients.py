@@ -8,7 +8,7 @@ from fsdp_core import device as accelerator
 from fsdp_core.context import FsdpContext
 from fsdp_core.errors import StateError, StateValueError
 from fsdp_core.identity import Identity
-from fsdp_core.parameter_group import ParameterGroup, trainable_among
+from fsdp_core.parameter_group import ParameterGroup, have_gradients, trainable_among
 from fsdp_core.torch_private import (
     any_post_accumulate_hooks,
     in_graph_task,
@@ -66,14 +66,14 @@ class Gradients:
         else:
             self.window.entered, self.window.nested = 0, False
 
-    def add(self, index: int) -> bool:
-        """Count the gradient of a parameter, and return whether all expected ones have come.
+    def check_declared(self, index: int) -> None:
+        """Check that one more gradient of a parameter was declared.
 
         Raises:
             StateError: more came in one backward pass than were declared.
         """
         window = self.window
-        if window.declared and (window.is_full or self._is_filled_in_this_pass):
+        if window.is_full or self._is_filled_in_this_pass:
             fqn = self._members[index].fqn
             msg = (
                 f"grad_accumulation_count of unit {self._identity.name!r} must count every gradient "
@@ -82,7 +82,6 @@ class Gradients:
             )
             name = self._identity.full_name(fqn)
             raise self._context.located(StateValueError(msg, fqn=name))
-        return window.add(index)
 
     @property
     def may_get_more(self) -> bool:
@@ -106,7 +105,7 @@ class Gradients:
     @property
     def are_full(self) -> bool:
         """Whether gradients of full parameters wait to be reduced."""
-        return any(full.grad is not None for full in self._fulls)
+        return have_gradients(self._fulls)
 
     # -- reduction ---------------------------------------------------------------------------
 

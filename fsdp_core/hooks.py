@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial, wraps
 from inspect import iscoroutinefunction, isgeneratorfunction, unwrap
-from itertools import chain
+from itertools import chain, filterfalse
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -242,9 +242,10 @@ def _tensors_beside(inside: Inside, arguments: Any) -> Iterator[Tensor]:
     yield from _contained(arguments, CONTAINER_DEPTH_MAX)
     for reference in inside:
         module = reference()
-        for name, value in () if module is None else vars(module).items():
-            if name not in _OF_EVERY_MODULE and isinstance(value, _HOLDERS):
-                yield from _contained(value, CONTAINER_DEPTH_MAX)
+        held = {} if module is None else vars(module)
+        for name in filterfalse(_OF_EVERY_MODULE.__contains__, held):
+            if isinstance(held[name], _HOLDERS):
+                yield from _contained(held[name], CONTAINER_DEPTH_MAX)
 
 
 def _contained(value: Any, depth: int) -> Iterator[Tensor]:

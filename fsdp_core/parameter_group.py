@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, NoReturn
 
 import torch
@@ -469,7 +469,7 @@ class ParameterGroup:
 
         Those that `zero_grad` dropped since then belong to a window that was given up.
         """
-        return self._awaits_finish and not all(self._missing_gradients())
+        return self._awaits_finish and have_gradients(self._shardeds)
 
     def finish_window(self) -> None:
         """Bring the window's gradients into optimizer placements, in place, on the current stream.
@@ -494,10 +494,6 @@ class ParameterGroup:
             if full.requires_grad and sharded.grad is not grad:
                 sharded.grad = grad
 
-    def _missing_gradients(self) -> list[bool]:
-        """Return for each parameter whether its sharded one has no gradient."""
-        return [grad is None for grad in map(_GRAD, self._shardeds)]
-
     def _prepare_window(self) -> bool:
         """Make the main gradient ready to be added to.
 
@@ -505,7 +501,7 @@ class ParameterGroup:
             Whether to add: some sharded gradient exists, be it one of a parameter that is frozen
             by now. If not, the next one overwrites.
         """
-        missing = self._missing_gradients()
+        missing = [grad is None for grad in map(_GRAD, self._shardeds)]
         accumulate = not all(missing)
         assert self._main_grad is not None
         if accumulate and any(missing):
@@ -558,7 +554,7 @@ class ParameterGroup:
         buffer = self._main_grad
         if buffer is None or buffer.is_released:
             return
-        if all(self._missing_gradients()) and self._grad_holders() == self._own_grad_holders:
+        if not have_gradients(self._shardeds) and self._grad_holders() == self._own_grad_holders:
             buffer.release_storage()
             self._awaits_finish = False
 
@@ -577,8 +573,15 @@ class ParameterGroup:
         self._awaits_finish = False
 
 
+# As functions in C, since they are asked of each parameter several times a step.
 _GRAD = attrgetter("grad")
+_IS_NONE = partial(is_, None)
 _REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def have_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Whether some parameter has a gradient."""
+    return not all(map(_IS_NONE, map(_GRAD, parameters)))
 
 
 def trainability_of(parameters: Iterable[Tensor]) -> list[bool]:

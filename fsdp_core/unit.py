@@ -425,7 +425,9 @@ class ShardedUnit:
             context.begin_backward()
             self._open()
             window = self.gradients.window
-        is_full = self.gradients.add(index)
+        if window.declared:
+            self.gradients.check_declared(index)
+        is_full = window.add(index)
         task = current_graph_task()
         if task not in (-1, context.graph_task):
             more_uses = self.uses.outstanding() > 0
