@@ -140,8 +140,13 @@ def plan_stages(
     return tuple(stages)
 
 
-def run_stages(stages: Sequence[Stage], axes: MeshAxes, source: Span, out: Span) -> None:
+def run_stages(
+    stages: Sequence[Stage], axes: MeshAxes, source: Span, out: Span, own: Span | None = None
+) -> None:
     """Move the elements of `source` through all stages into `out`.
+
+    Those of another dtype are first converted into `own`, the part of `out` that is of this rank.
+
 
     While pieces shrink, the last shrinking stage writes into `out` and earlier ones into a
     temporary that lives on the current stream alone. While they grow, each stage writes into the
@@ -149,6 +154,9 @@ def run_stages(stages: Sequence[Stage], axes: MeshAxes, source: Span, out: Span)
     """
     data = source
     with preserve_version(out.flat):
+        if own is not None:
+            own.flat.copy_(source.flat)
+            data = own
         for stage in stages:
             if stage.collective is not None:
                 target = _target(stage, out)

@@ -349,12 +349,19 @@ class DBuffer:
     def redistribution(self, out: "DBuffer") -> Callable[[], None]:
         """Return `redistribute` into `out`, checked and planned once, to be called any number of times.
 
+        Elements of another dtype than those of `out` are converted on the way, into the part of
+        `out` that this rank has before any communication.
+
         Raises:
             UnsupportedError: see `redistribute`.
-            ConfigError: `out` differs in mesh, layout, dtype or device.
+            ConfigError: `out` differs in mesh, layout or device; or in dtype, and does not contain
+                this rank's range.
         """
-        self._check_out(out, out.placements, self.flat.dtype)
-        return partial(run_stages, self._plan(out.placements), self.axes, self.span, out.span)
+        self._check_out(out, out.placements, out.flat.dtype)
+        stages = self._plan(out.placements)
+        casts = self.flat.dtype != out.flat.dtype
+        own = out.view(self.placements).span if casts else None
+        return partial(run_stages, stages, self.axes, self.span, out.span, own)
 
     def _plan(self, placements: tuple[Placement, ...]) -> tuple[Stage, ...]:
         """Return the stages of a change, planned once."""
@@ -369,7 +376,7 @@ class DBuffer:
         self, out: "DBuffer", placements: tuple[Placement, ...], dtype: torch.dtype
     ) -> None:
         """Refuse an `out` that is not what the result would be."""
-        if out.placements is not placements and out.placements != placements:
+        if out.placements != placements:
             expected, got = f"placements {placements}", f"{out.placements}"
         elif out.flat.dtype != dtype:
             expected, got = f"dtype {dtype}", f"{out.flat.dtype}"

@@ -10,7 +10,7 @@ one is then a missing line.
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -251,16 +251,18 @@ def is_released(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
-def annotate(name: str) -> AbstractContextManager[Any]:
+def annotate(operation: str, name_of: Callable[[str], str] = str) -> AbstractContextManager[Any]:
     """Open a range `fsdp_core::<name>` for whoever listens: a profiler, NVTX or a simulator.
 
-    Why the name is passed whole: callers build it once, so that a range nobody sees costs one
-    test of a flag.
+    Args:
+        operation: what is done.
+        name_of: makes of it the range's name, asked only if somebody listens: a range that nobody
+            sees costs one test of a flag.
     """
     if profiler_is_enabled():
-        return record_function(ANNOTATION_PREFIX + name)
+        return record_function(ANNOTATION_PREFIX + name_of(operation))
     if _NVTX_LISTENS:
-        return _nvtx_range(ANNOTATION_PREFIX + name)
+        return _nvtx_range(ANNOTATION_PREFIX + name_of(operation))
     return _NOBODY_LISTENS
 
 

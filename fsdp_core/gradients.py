@@ -118,7 +118,7 @@ class Gradients:
         if not groups:
             return
         current, inner = context.current_stream(), context.inner_reduction_stream
-        with accelerator.annotate(self._identity.label("reduce_gradients")), torch.no_grad():
+        with accelerator.annotate("reduce_gradients", self._identity.label), torch.no_grad():
             # Partial gradients belong to the pool of the stream that reduces and frees them.
             with accelerator.on_stream(inner):
                 for group in groups:
@@ -150,7 +150,7 @@ class Gradients:
     def finish_window(self) -> None:
         """Bring gradients into optimizer placements: the last microbatch is over."""
         groups = [group for group in self._groups if group.awaits_finish]
-        with accelerator.annotate(self._identity.label("reduce_gradients")), torch.no_grad():
+        with accelerator.annotate("reduce_gradients", self._identity.label), torch.no_grad():
             if any(group.foreign_gradients() for group in groups):
                 current, inner = (
                     self._context.current_stream(),

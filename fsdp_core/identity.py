@@ -19,14 +19,12 @@ class Identity:
         self.ref: weakref.ref[Any] = weakref.ref(unit)
         self.fqn = ""
         self.name = "<root>"
-        self._labels: dict[str, str] = {}
+        self._left_out = ""
 
     def label(self, operation: str) -> str:
         """Return the name of a range in which the unit does something."""
-        label = self._labels.get(operation)
-        if label is None:
-            label = self._labels[operation] = f"{operation} {self.name}"
-        return label
+        left_out = self._left_out if operation == "reduce_gradients" else ""
+        return f"{operation} {self.name}{left_out}"
 
     def leave_out(self, frozen: Sequence[str]) -> None:
         """Say in the name of the unit's reductions which parameters get nothing of them.
@@ -34,8 +32,7 @@ class Identity:
         Why there: ranks must agree on it, and whoever compares what they reduce finds those that
         do not, by the parameter's name.
         """
-        without = f" without {', '.join(frozen)}" if frozen else ""
-        self._labels["reduce_gradients"] = f"reduce_gradients {self.name}{without}"
+        self._left_out = f" without {', '.join(frozen)}" if frozen else ""
 
     def full_name(self, fqn: str) -> str:
         """Return the name of one of the unit's parameters relative to its root."""

@@ -252,7 +252,8 @@ class _LocalStep:
         grad = first.parameter.grad
         if grad is None:
             return None
-        if grad is run.group.bound_grad(first.index):
+        bound = run.group.bound_grads
+        if bound and grad is bound[first.index]:
             # Made anew: a view that is kept would keep the memory of gradients that were dropped.
             return run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
         local = local_tensor(grad) if isinstance(grad, DTensor) else grad
@@ -476,8 +477,8 @@ def _is_uniform(run: _Run) -> bool:
     grads = [part.parameter.grad for part in run.parts]
     if all(grad is None for grad in grads):
         return True
-    bound = [run.group.bound_grad(part.index) for part in run.parts]
-    return all(map(is_, grads, bound))
+    bound = run.group.bound_grads
+    return bool(bound) and all(map(is_, grads, [bound[part.index] for part in run.parts]))
 
 
 def _has_one_state(run: _Run, public: Any) -> bool:

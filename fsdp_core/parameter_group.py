@@ -172,13 +172,9 @@ class ParameterGroup:
             return
         self.full_weight = DBuffer.empty(axes, self._replicated, layout, self._compute_dtype)
         # Views must be made while there is memory; they outlive it. `unshard` takes it again.
-        self._own_slice = self.full_weight.view(self._parameter)
         self._make_views(self.full_weight)
+        self._gather = (self._stored or self.main_weight).redistribution(self.full_weight)
         self.full_weight.release_storage()
-        self._gather_source = self._stored or self.main_weight
-        self._casts = self._gather_source.flat.dtype != self._compute_dtype
-        source = self._own_slice if self._casts else self._gather_source
-        self._gather = source.redistribution(self.full_weight)
 
     def _make_views(self, buffer: DBuffer) -> list[Tensor]:
         return [buffer.get_tensor_view(index) for index in range(len(self.members))]
@@ -329,8 +325,6 @@ class ParameterGroup:
         if self.keeps_full:
             return gathers
         self.full_weight.reallocate_storage()
-        if self._casts:
-            self._gather_source.cast(self._compute_dtype, out=self._own_slice)
         self._gather()
         return gathers + 1
 
@@ -362,9 +356,10 @@ class ParameterGroup:
         assert self._main_grad is not None
         return self._final_grad
 
-    def bound_grad(self, index: int) -> DTensor | None:
-        """Return the gradient object that a parameter's `.grad` is after a window."""
-        return self._sharded_grads[index] if self._sharded_grads else None
+    @property
+    def bound_grads(self) -> tuple[DTensor, ...]:
+        """The objects that the parameters' `.grad` are after a window; empty if none is to come."""
+        return self._sharded_grads
 
     @property
     def is_trainable(self) -> bool:

@@ -268,12 +268,9 @@ def cuda_stream_handle(device_index: int) -> int | None:
     return None if ask is None else int(ask(device_index))
 
 
-def profiler_is_enabled() -> bool:
-    """Whether a profiler listens to `record_function` ranges."""
-    return profiler._is_profiler_enabled
-
-
 # The functions themselves, since each is asked for every gradient or call:
+# whether a profiler listens to `record_function` ranges
+profiler_is_enabled: Callable[[], bool] = partial(attrgetter("_is_profiler_enabled"), profiler)
 # the number of the backward pass that this thread runs, the innermost; -1 if none
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 # the sequence number that this thread's next autograd node will get

@@ -112,7 +112,7 @@ class ShardedUnit:
 
     def _check_phase_change(self, phase: Phase) -> None:
         try:
-            check_phase_change(self.fqn, self.phase, phase)
+            check_phase_change(self.identity.fqn, self.phase, phase)
         except StateError as error:
             raise self.context.located(error) from None
 
@@ -243,7 +243,7 @@ class ShardedUnit:
         if self.phase is Phase.RESTING:
             self._change_phase(Phase.FORWARD)
         operation = "recompute" if recomputing else "forward"
-        scope = accelerator.annotate(self.identity.label(operation))
+        scope = accelerator.annotate(operation, self.identity.label)
         scope.__enter__()
         calls = self.context.calls
         if calls and calls[-1].unit is not self:
@@ -403,7 +403,7 @@ class ShardedUnit:
         self._change_phase(Phase.BACKWARD)
         self.gradients.open_window()
         self.context.open_units.add(self)
-        self._scope = accelerator.annotate(self.identity.label("backward"))
+        self._scope = accelerator.annotate("backward", self.identity.label)
         self._scope.__enter__()
 
     def take_gradients(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -52,6 +53,7 @@ class Unsharded:
 
 
 _RESHARDED = Resharded()
+_IS_STALE = attrgetter("is_stale")
 
 
 class Weights:
@@ -107,7 +109,7 @@ class Weights:
     @property
     def is_stale(self) -> bool:
         """Whether the main weights were written since they were last gathered."""
-        return any(group.is_stale for group in self._groups)
+        return any(map(_IS_STALE, self._groups))
 
     # -- gathering ---------------------------------------------------------------------------
 
@@ -154,7 +156,7 @@ class Weights:
         """
         state = self._state
         if isinstance(state, Gathered):
-            with accelerator.annotate(self._identity.label("await_gather")):
+            with accelerator.annotate("await_gather", self._identity.label):
                 # Edge 2: the gather may still read what is about to be written.
                 accelerator.wait_event(self._context.current_stream(), state.event)
 
@@ -168,7 +170,7 @@ class Weights:
         stream = context.allgather_stream
         gathers = 0
         try:
-            with accelerator.annotate(self._identity.label("unshard")):
+            with accelerator.annotate("unshard", self._identity.label):
                 # Full weights belong to the pool of the stream that gathers and frees them.
                 with accelerator.on_stream(stream):
                     for group in self._groups:
@@ -332,7 +334,7 @@ class Weights:
             # Edge 2: what was gathered stays, for uses that will not ask again.
             accelerator.wait_event(context.current_stream(), state.event)
         if self._transient:
-            with accelerator.annotate(self._identity.label("reshard")):
+            with accelerator.annotate("reshard", self._identity.label):
                 if isinstance(state, Unsharded):
                     # Edge 3: the memory may be reused at once, so its readers must be done.
                     accelerator.wait_stream(context.allgather_stream, context.current_stream())

@@ -146,6 +146,24 @@ def cast_into_own_slice(rank: int) -> None:
     assert_holds(full, [tensor.bfloat16() for tensor in make_tensors()])
 
 
+def planned_gather(rank: int) -> None:
+    """A planned redistribution does the same each time, into whatever memory is there by then."""
+    mesh = make_mesh(dist.get_world_size())
+    shard = DBuffer.distribute_tensors(make_tensors(), mesh, [S])
+    full = DBuffer.empty(mesh, [R], shard.layout, torch.bfloat16)
+    version = full.flat._version
+    gather = shard.redistribution(full)
+
+    for factor in (1, 2):
+        full.release_storage()
+        full.reallocate_storage()
+        gather()
+        assert_holds(full, [tensor.bfloat16() for tensor in make_tensors(factor)])
+        shard.flat.mul_(2)
+
+    assert full.flat._version == version
+
+
 def whole_blocks(rank: int) -> None:
     """Blocks of two rows, on as many ranks as there are."""
     mesh = make_mesh(dist.get_world_size())
@@ -162,6 +180,7 @@ BODIES_OF_1: list[Body] = [
     partial(reductions, (1,)),
     refilled_storage,
     cast_into_own_slice,
+    planned_gather,
     whole_blocks,
 ]
 BODIES_OF_2: list[Body] = [
@@ -170,6 +189,7 @@ BODIES_OF_2: list[Body] = [
     whole_tensors,
     refilled_storage,
     cast_into_own_slice,
+    planned_gather,
     whole_blocks,
 ]
 BODIES_OF_4: list[Body] = [
@@ -182,6 +202,7 @@ BODIES_OF_4: list[Body] = [
     whole_blocks,
     refilled_storage,
     cast_into_own_slice,
+    planned_gather,
 ]
 
 

@@ -159,9 +159,9 @@ def test_an_empty_tensor_is_never_released() -> None:
 
 def test_an_annotation_is_seen_by_a_profiler_only() -> None:
     """Nobody listening, the same empty scope comes back each time."""
-    assert accelerator.annotate("unshard a") is accelerator.annotate("reshard b")
+    assert accelerator.annotate("unshard") is accelerator.annotate("reshard")
 
-    with profile(use_cpu=True) as profiler, accelerator.annotate("unshard layers.0"):
+    with profile(use_cpu=True) as profiler, accelerator.annotate("unshard", "{} layers.0".format):
         torch.ones(1)
 
     names = [event.name for event in profiler.function_events or []]
