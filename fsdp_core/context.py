@@ -328,7 +328,8 @@ class FsdpContext:
                 "drive a backward by hand with context.post_backward() at its end"
             )
             raise self.located(StateError(msg))
-        queue_backward_callback(self.post_backward)
+        one_use = [self]  # autograd's threads may hold a callback longer than the backward lasts
+        queue_backward_callback(lambda: one_use.pop().post_backward())
         self._note_backward()
 
     def _note_backward(self) -> None:

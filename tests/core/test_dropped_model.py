@@ -1,6 +1,7 @@
 """A model that is dropped goes at once: nothing waits for the garbage collector."""
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_core
+from fsdp_core.torch_private import queue_backward_callback
 from tests.core.worlds import make_mesh, on_ranks
 
 ROWS = (fsdp_core.RowAtomic(),)
@@ -34,3 +36,19 @@ def test_a_dropped_model_leaves_nothing_behind() -> None:
     results = on_ranks(dropped, 2)
 
     assert results == [[False] * 8] * 2
+
+
+def test_a_callback_that_autograd_still_holds_keeps_no_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU a thread of autograd's lets go of it a little after the backward has returned."""
+    held = []
+
+    def holding(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        queue_backward_callback(callback)
+
+    monkeypatch.setattr("fsdp_core.context.queue_backward_callback", holding)
+
+    assert on_ranks(dropped, 2) == [[False] * 8] * 2
+    assert held
