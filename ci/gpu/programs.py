@@ -113,6 +113,7 @@ def on_host(run: RankRun) -> RankRun:
             losses=tuple(tuple(loss.cpu() for loss in one) for one in step.losses),
             gradients=move(step.gradients),
             parameters=move(step.parameters),
+            exported=move(step.exported),
         )
         for step in run.steps
     ]

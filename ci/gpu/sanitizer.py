@@ -5,8 +5,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from tempfile import TemporaryDirectory
-
-from torch.cuda import _sanitizer
+from typing import Any
 
 from ci.gpu.breaking import broken
 from ci.gpu.findings import KINDS, SUBJECT, Case, all_cases, start, workers
@@ -23,7 +22,14 @@ def start_sanitized(folder: str) -> None:
     """Join a process group of this process alone, and switch the sanitizer on for good."""
     start(folder)
     if has_gpu():
-        _sanitizer.enable_cuda_sanitizer()
+        _sanitizer().enable_cuda_sanitizer()
+
+
+def _sanitizer() -> Any:
+    """Import the sanitizer: from then on PyTorch calls Python at every event, stream and block of memory."""
+    from torch.cuda import _sanitizer as module
+
+    return module
 
 
 def alarm(name: str, site: Site | None = None) -> str | None:
@@ -33,9 +39,9 @@ def alarm(name: str, site: Site | None = None) -> str | None:
         with warnings.catch_warnings(), breaking:
             warnings.simplefilter("ignore")
             run_program(kept()[name], device())
-    except _sanitizer.CUDASanitizerErrors as errors:
-        return str(errors.errors[0])[:600]
     except Exception as error:
+        if isinstance(error, _sanitizer().CUDASanitizerErrors):
+            return str(error.errors[0])[:600]
         return f"{RAISED} {type(error).__name__}: {error}"[:300]
     return None
 
