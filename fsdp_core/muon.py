@@ -78,8 +78,10 @@ class FsdpMuon(Muon):
         self.buffers = _assign(self, cost)
         self._plans: dict[tuple[int, tuple[int, ...]], OwnerPlan] = {}
         if any(each.process_group is None for each in self.buffers):
-            # On NCCL the first point-to-point of a communicator needs all its ranks.
-            dist.barrier()
+            # On NCCL the first point-to-point of a communicator needs all its ranks.  A barrier would do,
+            # but it warns where the group was not told its device.
+            device = self.param_groups[0]["params"][0].device
+            dist.all_reduce(torch.zeros(1, device=device))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

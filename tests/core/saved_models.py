@@ -77,7 +77,9 @@ class Counting(nn.Module):
 class Scale(nn.Module):
     """A factor that is neither a parameter nor a buffer."""
 
-    factor = torch.tensor([2.0])
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.tensor([2.0])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x times the factor."""

@@ -241,7 +241,7 @@ def test_muon_goes_on_with_other_owners(
     "options", [{"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str
 )
 def test_every_kind_of_adam_goes_on(tmp_path: Path, options: dict[str, Any]) -> None:
-    """What it keeps comes back to where it needs it: a fused one counts its steps on the device."""
+    """What it keeps comes back to where it needs it: a fused one alone counts its steps on the device."""
 
     def kind(model: nn.Module) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.5, 0.75), **options)
@@ -251,15 +251,14 @@ def test_every_kind_of_adam_goes_on(tmp_path: Path, options: dict[str, Any]) -> 
         optimizer = fsdp_core.fully_shard_optimizer(kind(model))
         train(model, optimizer, range(2))
         fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
-        before = {p: dict(state) for p, state in optimizer.state.items()}
         shard(model := fill(Tied()), *APART)
         optimizer = fsdp_core.fully_shard_optimizer(kind(model))
         overwrite(model)
         fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
-        for old, new in zip(before.values(), optimizer.state.values(), strict=True):
-            assert {key: each.device for key, each in old.items()} == {
-                key: each.device for key, each in new.items()
-            }
+        for parameter, state in optimizer.state.items():
+            on_device = {key for key, each in state.items() if each.device == parameter.device}
+            assert on_device >= set(state) - (set() if "fused" in options else {"step"})
+            assert "fused" in options or state["step"].device.type == "cpu"
         train(model, optimizer, range(2, 4))
         return whole_by_name(model)
 
