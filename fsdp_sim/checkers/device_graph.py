@@ -43,11 +43,11 @@ class Launch:
 
     Attributes:
         tick: of its last entry on its stream.
-        lane: where its rank runs launches in order: its stream, or one lane for all.
+        lane: those that its rank runs in order with it and that are not done: of its stream, or all.
         clock: what its first entry is ordered after.
         operations: what it takes part in.
         ops: for each operation, the op with which the rank takes part.
-        before: launches of the rank that must be done before it starts.
+        before: launches of the rank that must be done before it starts; none once it has started.
         after: launches that have it among their ``before``.
         waiters: who wants to know when it is done.
     """
@@ -59,7 +59,6 @@ class Launch:
         "before",
         "clock",
         "is_done",
-        "is_started",
         "lane",
         "operations",
         "ops",
@@ -69,19 +68,20 @@ class Launch:
         "waiters",
     )
 
-    def __init__(self, rank: int, stream: int, batch: Any) -> None:
+    def __init__(
+        self, rank: int, call: Call, clock: Clock, stream: int, lane: "list[Launch]"
+    ) -> None:
         self.rank = rank
         self.stream = stream
-        self.batch = batch
-        self.lane = stream
+        self.batch = call.batch
+        self.lane = lane
         self.tick = 0
-        self.clock: Clock = {}
+        self.clock = dict(clock)
         self.operations: list[Operation] = []
         self.ops: list[Op | None] = []
         self.before: list[Launch] = []
         self.after: list[Launch] = []
         self.waiters: list[Any] = []
-        self.is_started = False
         self.is_done = False
         self._told_count = 0
 
@@ -102,9 +102,10 @@ class Operation:
     It is done when all its ranks' launches have started.
     """
 
-    __slots__ = ("annotation", "call", "is_done", "launches", "order", "started_count")
+    __slots__ = ("annotation", "call", "is_done", "key", "launches", "order", "started_count")
 
-    def __init__(self, call: Call, annotation: str | None, order: int) -> None:
+    def __init__(self, key: Any, call: Call, annotation: str | None, order: int) -> None:
+        self.key = key
         self.call = call
         self.annotation = annotation
         self.launches: dict[int, Launch] = {}
@@ -161,14 +162,15 @@ class DeviceGraph:
         key = key_of(call)
         operation = self._operations.get(key)
         if operation is None:
-            operation = self._operations[key] = Operation(call, annotation, self._next_order())
+            operation = Operation(key, call, annotation, self._next_order())
+            self._operations[key] = operation
         operation.launches[rank] = launch
         launch.operations.append(operation)
         launch.ops.append(op)
         launch.tick = clock[stream]
         if launch.is_done:  # its earlier entries are complete already
             launch.is_done = False
-            self._on(rank, launch.lane).append(launch)
+            launch.lane.append(launch)
         return launch
 
     def _next_order(self) -> int:
@@ -180,13 +182,13 @@ class DeviceGraph:
         last = self._last.get(channel)
         if last is not None and call.batch is not None and last.batch == call.batch:
             return last
-        launch = self._last[channel] = Launch(rank, stream, call.batch)
-        launch.lane = -1 if self._is_serial else stream
-        launch.clock = dict(clock)
+        lanes = self._unfinished.setdefault(rank, {})
+        lane = lanes.setdefault(-1 if self._is_serial else stream, [])
+        launch = self._last[channel] = Launch(rank, call, clock, stream, lane)
         launch.before = self._before(launch, last)
         for other in launch.before:
             other.after.append(launch)
-        self._on(rank, launch.lane).append(launch)
+        lane.append(launch)
         return launch
 
     def _before(self, launch: Launch, last: Launch | None) -> list[Launch]:
@@ -206,19 +208,20 @@ class DeviceGraph:
         queue = [launch]
         while queue:
             current = queue.pop()
-            if not current.is_started:
-                if not all(other.is_done for other in current.before):
+            if current.before:
+                current.before = [other for other in current.before if not other.is_done]
+                if current.before:
                     continue
-                current.is_started, current.before = True, []
             for operation in current.newly_started():
                 if self._complete(operation):
                     queue.extend(operation.launches.values())
-            if not current.is_done and all(each.is_done for each in current.operations):
-                current.is_done = True
-                self._on(current.rank, current.lane).remove(current)
-                done.append(current)
-                queue.extend(current.after)
-                current.after = []
+            if current.is_done or [each for each in current.operations if not each.is_done]:
+                continue
+            current.is_done = True
+            current.lane.remove(current)
+            done.append(current)
+            queue.extend(current.after)
+            current.after = []
         return done
 
     def _complete(self, operation: Operation) -> bool:
@@ -227,7 +230,7 @@ class DeviceGraph:
         if operation.started_count < len(operation.call.group):
             return False
         operation.is_done = True
-        del self._operations[key_of(operation.call)]
+        del self._operations[operation.key]
         return True
 
     def release(self, launch: Launch) -> None:
@@ -236,9 +239,6 @@ class DeviceGraph:
             before.after.remove(launch)
         launch.before = []
         self.settle(launch)
-
-    def _on(self, rank: int, lane: int) -> list[Launch]:
-        return self._unfinished.setdefault(rank, {}).setdefault(lane, [])
 
     def unfinished(self, rank: int) -> list[Launch]:
         """Return the launches of a rank that are not done, stream by stream in order of issue."""

@@ -135,8 +135,8 @@ def _factor(op: str, request: Request) -> list[Any]:
 
 
 def _dtype(tensors: Sequence[Tensor]) -> str:
-    dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-    return ",".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    dtypes = dict.fromkeys([tensor.dtype for tensor in tensors])
+    return ",".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
 
 
 def _flat(lists: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -273,12 +273,12 @@ class Machine:
         """Let other ranks run until all of ``needs`` are complete, or the rank must defer."""
         self.wire.want(needs)
         while True:
-            waiting = tuple(each for each in needs if not each.is_done)
+            waiting = [each for each in needs if not each.is_done]
             if not waiting:
                 return
             for each in waiting:
                 each.waiters.append(self.rank)
-            self.rank.park(Wait(reason, is_host_wait, waiting, can_defer))
+            self.rank.park(Wait(reason, is_host_wait, tuple(waiting), can_defer))
             if self.is_deferring:
                 self.is_deferring, self.must_defer = False, True
                 return
