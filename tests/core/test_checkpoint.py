@@ -23,6 +23,7 @@ from tests.cases.programs import (
     units_in,
 )
 from tests.core.saved_models import (
+    VALUES_ALONE,
     Tied,
     adamw,
     build,
@@ -40,14 +41,14 @@ SIZES = (1, 2, 3, 5, 8)
 
 
 def trained_and_saved(directory: Path, ranks: int) -> None:
-    """Save after one step on so many ranks, whose order other tests check."""
+    """Save after one step on so many ranks."""
 
     def body(_rank: int) -> None:
         model, optimizer = build(mesh=(ranks,))
         train(model, optimizer, range(1))
         fsdp_core.save_checkpoint(model, optimizer, directory)
 
-    on_ranks(body, ranks, knobs=("values",))
+    on_ranks(body, ranks, **VALUES_ALONE)
 
 
 def gone_on(directories: list[Path], ranks: int) -> list[list[Tensors]]:
@@ -63,7 +64,7 @@ def gone_on(directories: list[Path], ranks: int) -> list[list[Tensors]]:
             found.append(whole_by_name(model))
         return found
 
-    return on_ranks(body, ranks, knobs=("values",))
+    return on_ranks(body, ranks, **VALUES_ALONE)
 
 
 @pytest.fixture(scope="module")

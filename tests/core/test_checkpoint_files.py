@@ -21,7 +21,7 @@ from fsdp_core.errors import UnsupportedError
 from fsdp_sim.errors import InjectedFault
 from tests.cases.programs import assert_equal
 from tests.core.killed_save import RAISED, save_and_kill_rank_1
-from tests.core.saved_models import build, load, refused, save, save_anew, train
+from tests.core.saved_models import VALUES_ALONE, build, load, refused, save, save_anew, train
 from tests.core.worlds import on_ranks, on_simulated_ranks, once
 
 
@@ -147,7 +147,7 @@ def fails_twice(target: Path, run: Callable[[Callable[[int], str]], list[str]]) 
     assert first == second
     assert contents(target) == before
     assert_equal(load(target), expected)
-    on_ranks(lambda _: save_anew(target), 2)
+    on_ranks(lambda _: save_anew(target), 2, **VALUES_ALONE)
     assert [each.name for each in target.parent.iterdir()] == [target.name]
     return first
 
