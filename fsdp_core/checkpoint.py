@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.agreement import raised_by_all
@@ -48,7 +49,7 @@ from fsdp_core.optimizer_entries import (
 
 
 def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str | Path) -> None:
-    """Save model and optimizer, each rank its own shards.
+    """Save model and optimizer, each rank its own shards, and rank 0 all that is not sharded.
 
     The directory is written under another name and takes its own when it is whole. A save that dies
     leaves the previous one as it was, or with `.old` after its name, where `load_checkpoint` finds it.
@@ -72,6 +73,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
         entries = {**model_entries(model.state_dict()), **optimizer_entries(model, optimizer)}
         if dist.get_rank() == 0:
             make_room(target)
+        else:
+            entries = {key: each for key, each in entries.items() if isinstance(each, DTensor)}
     with _cause_raised():
         save(entries, storage_writer=FileSystemWriter(partial_of(target)))
     with raised_by_all():

@@ -318,3 +318,20 @@ def test_states_of_modules_come_back(tmp_path: Path) -> None:
         return seen
 
     assert on_ranks(body, 2) == [[(3, 4.0)] * 2] * 2
+
+
+@pytest.mark.everywhere
+def test_what_is_not_sharded_is_saved_of_rank_0(tmp_path: Path) -> None:
+    """States of modules and options that differ, be they longer or shorter, and buffers."""
+
+    def body(rank: int) -> tuple[int, list[float], float]:
+        model, optimizer = counting()
+        model.calls = (12, 1)[rank]
+        model.inner.factor = torch.full(((3, 12)[rank],), rank + 2.0)
+        optimizer.param_groups[0]["lr"] = (0.5, 0.0625)[rank]
+        fsdp_core.save_checkpoint(model, optimizer, tmp_path / "saved")
+        model, optimizer = counting()
+        fsdp_core.load_checkpoint(model, optimizer, tmp_path / "saved")
+        return model.calls, model.inner.factor.tolist(), optimizer.param_groups[0]["lr"]
+
+    assert on_ranks(body, 2) == [(12, [2.0] * 3, 0.5)] * 2
