@@ -41,10 +41,15 @@ def _train(
     mesh: tuple[int, ...] | None = None,
     is_checkpointed: bool = False,
     microbatches: int = 1,
+    postpone: str = "set_requires_gradient_sync",
     prepare: Callable[[nn.Sequential], None] = lambda _: None,
+    after_step: Callable[[nn.Sequential], None] = lambda _: None,
     **options: Any,
 ) -> list[Tensor]:
-    """Train three blocks for a few steps and return the losses and the local weights."""
+    """Train three blocks for a few steps and return the losses and the local weights.
+
+    ``postpone`` is the method that is told which microbatch is the last.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(is_checkpointed=is_checkpointed) for _ in range(3)])
     shape = mesh or (dist.get_world_size(),)
@@ -58,19 +63,15 @@ def _train(
     losses = []
     for step in range(STEPS):
         for number in range(microbatches):
-            _microbatch(model, is_last=number == microbatches - 1)
+            getattr(model, postpone)(number == microbatches - 1)
             torch.manual_seed(100 * step + 10 * number + dist.get_rank())
             loss = model(torch.randn(ROWS, WIDTH)).pow(2).mean()
             loss.backward()
             losses.append(loss.detach())
         optimizer.step()
+        after_step(model)
         optimizer.zero_grad()
     return [*losses, *_local_weights(model)]
-
-
-def _microbatch(model: Any, *, is_last: bool) -> None:
-    """Reduce gradients behind the last microbatch alone."""
-    model.set_requires_gradient_sync(is_last)
 
 
 def _local_weights(model: nn.Module) -> list[Tensor]:
@@ -91,6 +92,18 @@ def _unshard_asynchronously(model: nn.Sequential) -> None:
     patches.gather_asynchronously(root)
 
 
+def _reduce_by_a_hook(model: nn.Sequential) -> None:
+    for unit in (*model, model):
+        fsdp: Any = unit
+        fsdp.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5))
+
+
+def _gather_behind_the_optimizer(model: nn.Sequential) -> None:
+    root: Any = model
+    stream: Any = torch.cpu.current_stream()
+    root.set_post_optim_event(stream.record_event())
+
+
 def plain(_rank: int) -> list[Tensor]:
     """Full sharding."""
     return _train()
@@ -105,6 +118,28 @@ def mixed_precision(_rank: int) -> list[Tensor]:
 def hybrid(_rank: int) -> list[Tensor]:
     """Shards inside pairs of ranks, replicas between them."""
     return _train(mesh=(2, dist.get_world_size() // 2), microbatches=2)
+
+
+def hybrid_mixed_precision(_rank: int) -> list[Tensor]:
+    """Replicas reduce in bf16 what is added to fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    return _train(mesh=(2, dist.get_world_size() // 2), mp_policy=policy)
+
+
+def hybrid_accumulated(_rank: int) -> list[Tensor]:
+    """Gradients are reduced to shards behind each microbatch, and over replicas once."""
+    mesh = (2, dist.get_world_size() // 2)
+    return _train(mesh=mesh, microbatches=2, postpone="set_requires_all_reduce")
+
+
+def reduced_by_a_hook(_rank: int) -> list[Tensor]:
+    """The program goes on with reduced gradients, on the stream of the second reduction."""
+    return _train(prepare=_reduce_by_a_hook)
+
+
+def gathered_behind_the_optimizer(_rank: int) -> list[Tensor]:
+    """The next step gathers behind an event of the program, not behind all that came before."""
+    return _train(after_step=_gather_behind_the_optimizer)
 
 
 def kept_after_forward(_rank: int) -> list[Tensor]:
@@ -141,6 +176,10 @@ PROGRAMS = (
     plain,
     mixed_precision,
     hybrid,
+    hybrid_mixed_precision,
+    hybrid_accumulated,
+    reduced_by_a_hook,
+    gathered_behind_the_optimizer,
     kept_after_forward,
     accumulated,
     recomputed,
