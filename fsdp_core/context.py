@@ -249,17 +249,6 @@ class FsdpContext:
         accelerator.wait_stream(self.allgather_stream, self.current_stream())
         self._gathers_are_joined = True
 
-    def begin_recomputation(self, module: nn.Module) -> None:
-        """Begin a forward inside a backward pass: it may be the first that this pass enters.
-
-        Ordering:
-            For a root, the all-gather stream is put behind the current one.
-        """
-        self.begin_backward()
-        if self.is_root(module):
-            # Edge 1: a capture that begins here must hold the gather that follows.
-            accelerator.wait_stream(self.allgather_stream, self.current_stream())
-
     def end_forward(self, *, failed: bool) -> None:
         """End an outermost forward: what is left over from it comes to rest.
 

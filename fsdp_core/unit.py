@@ -121,11 +121,9 @@ class ShardedUnit:
     def unshard(self) -> None:
         """Have the full weights in the modules, for a caller who drives the unit by hand."""
         self.context.ensure_finalized()
-        if self.weights.is_stale:
-            if self.phase is Phase.RESTING:
-                self.weights.reshard()
-            # Edge 1: the gather reads what this stream wrote since the last one.
-            accelerator.wait_stream(self.context.allgather_stream, self.context.current_stream())
+        if self.weights.is_stale and self.phase is Phase.RESTING:
+            self.weights.reshard()
+        self.weights.await_writes()
         self.weights.demand()
         if not self.policy.register_hooks:
             self._holders += 1
@@ -200,14 +198,16 @@ class ShardedUnit:
         context.ensure_finalized(module)
         recomputing = in_graph_task()
         if recomputing:
-            context.begin_recomputation(module)
+            context.begin_backward()
         elif not context.calls:
             context.begin_forward()
         self._check_entry(module, recomputing=recomputing)
         if not recomputing:
             context.note(module, Phase.FORWARD)
         self._begin_call(module, recomputing=recomputing)
-        if not recomputing:
+        if recomputing:
+            self.weights.await_writes()
+        else:
             self.weights.drop_stale()
         self.weights.demand()
         if not recomputing:

@@ -124,11 +124,23 @@ class Weights:
         if in_graph_task():
             if self.is_stale:
                 return
-        elif not self._context.calls and self.is_stale:
-            # Edge 1: driven by hand, this may be the first gather behind the writes of the weights.
-            accelerator.wait_stream(self._context.allgather_stream, self._context.current_stream())
+        elif not self._context.calls:
+            self.await_writes()
         self._gather(early=True)
         self._context.stats.prefetches += 1
+
+    def await_writes(self) -> None:
+        """Put the next gather behind the writes of main weights since the last one, if there were any.
+
+        For what the beginning of a forward does not order: units that are driven by hand, or run again
+        in a backward, and weights that are written inside a forward.
+
+        Ordering:
+            The writes are on the current stream.
+        """
+        if self.is_stale:
+            # Edge 1: the gather reads what this stream wrote.
+            accelerator.wait_stream(self._context.allgather_stream, self._context.current_stream())
 
     def demand(self) -> None:
         """Have the full weights in the modules, readable on the current stream."""
@@ -316,8 +328,7 @@ class Weights:
         """Give weights up that were gathered before the main weights were last written."""
         if self._state is not _RESHARDED and self.is_stale:
             self.reshard()
-            # Edge 1: the gather that follows reads what this stream wrote.
-            accelerator.wait_stream(self._context.allgather_stream, self._context.current_stream())
+            self.await_writes()
 
     def reshard(self) -> None:
         """Put the sharded parameters back and free the full weights."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_core
 
@@ -174,6 +175,17 @@ def written_inside_a_forward(_rank: int) -> list[Tensor]:
     return [model(_rows()).detach(), *_copies(weights)]
 
 
+def written_before_recomputation(_rank: int) -> list[Tensor]:
+    """Weights are written between a forward and a backward whose first gather is a recomputation's."""
+    model, _ = _model()
+    weights = list(model[2].parameters())
+    rows = model[1](model[0](_rows()))
+    loss = checkpoint(model[2], rows, use_reentrant=True).sum()
+    _write(weights)
+    loss.backward()
+    return _copies([weight.grad for weight in weights])
+
+
 def replaced_in_a_window(_rank: int) -> list[Tensor]:
     """A gradient is replaced, unseen, behind the first microbatch; the last one has no backward."""
     policy = fsdp_core.RuntimePolicy(overlap_outer_communication=True)
@@ -279,6 +291,7 @@ PROGRAMS = (
     kept_and_written_after_unused_prefetch,
     written_while_gathered,
     written_inside_a_forward,
+    written_before_recomputation,
     replaced_in_a_window,
     replaced_behind_the_outer_reduction,
     driven_by_hand,

@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_sim
 from fsdp_core import FsdpModule
 from tests.cases.programs import (
     Row,
+    Tensors,
     Training,
+    assert_equal,
     assert_resting,
     batch,
     check_values,
@@ -18,9 +22,10 @@ from tests.cases.programs import (
     linear,
     local_rows,
     loss_of,
+    put_together,
     shard,
 )
-from tests.core.worlds import on_ranks
+from tests.core.worlds import on_ranks, unsharded
 
 
 def gradient_of_input(model: nn.Module, rank: int, how: str) -> Tensor:
@@ -213,3 +218,43 @@ def test_sparse_gradients_are_reduced_as_dense_ones(units: tuple[str, ...]) -> N
             table.grad = table.grad.to_dense()
 
     check_values(Training(lambda: fill(Lookup()), step, units))
+
+
+def add_one(parameter: Tensor) -> None:
+    """Write a weight in place, as loading does."""
+    with torch.no_grad():
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).add_(1)
+
+
+def recomputed(model: Any, x: Tensor, name: str) -> Tensor:
+    """Run two layers, of which one or both are run again in backward."""
+    x = x.requires_grad_()
+    if not name:
+        return checkpoint(model, x, use_reentrant=True)
+    return checkpoint(model[1], model[0](x), use_reentrant=True)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("name", ["", "1"])
+def test_a_recomputation_uses_weights_that_were_written_since_the_forward(name: str) -> None:
+    """As without sharding; its gather, the first of the backward, is behind the writes."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(linear(), linear())
+
+    def body(rank: int) -> Tensors:
+        shard(model := fill(build()), "0", "1", "")
+        y = recomputed(model, batch(rank), name)
+        add_one(model.get_parameter("1.weight"))
+        loss_of(y, rank).backward()
+        return local_rows(model, grads=True)
+
+    def whole() -> Tensors:
+        model = fill(build())
+        outputs = [recomputed(model, batch(rank), name) for rank in range(2)]
+        add_one(model.get_parameter("1.weight"))
+        for rank, y in enumerate(outputs):
+            (loss_of(y, rank) / 2).backward()
+        return local_rows(model, grads=True)
+
+    assert_equal(put_together(on_ranks(body, 2)), unsharded(whole))
