@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fsdp_core
 from ci.search import unseen
-from fsdp_core import FsdpContext, device, optimizer
+from fsdp_core import device, optimizer
 from fsdp_core.dbuffer import DBuffer
 from fsdp_core.gradients import Gradients
 from fsdp_core.open_units import OpenUnits
@@ -202,18 +202,6 @@ def _leave_unused_gathers() -> AbstractContextManager[None]:
     return replaced(ShardedUnit, "come_to_rest", _nothing)
 
 
-def _make_each_microbatch_the_last() -> AbstractContextManager[None]:
-    def change(begin_microbatch: Function) -> Function:
-        @wraps(begin_microbatch)
-        def wrong(context: Any) -> Any:
-            context.is_last_microbatch = True
-            return begin_microbatch(context)
-
-        return wrong
-
-    return replaced(FsdpContext, "begin_microbatch", change)
-
-
 @contextmanager
 def _add_earlier_microbatches_behind_the_outer_reduction() -> Iterator[None]:
     """Reduce the last contribution alone over the outer axis, and add the others to the result."""
@@ -271,19 +259,6 @@ def _ignore_nested_backwards() -> AbstractContextManager[None]:
         return wrong
 
     return replaced(ShardedUnit, "retry", change)
-
-
-def _count_anew_when_recomputing() -> AbstractContextManager[None]:
-    def change(pre_forward: Function) -> Function:
-        @wraps(pre_forward)
-        def wrong(unit: Any, module: Any) -> None:
-            pre_forward(unit, module)
-            if in_graph_task():
-                unit.gradients.window = unit.gradients._new_window()  # noqa: SLF001
-
-        return wrong
-
-    return replaced(ShardedUnit, "pre_forward", change)
 
 
 # ---------------------------------------------------------------------- orders and optimizers
@@ -360,13 +335,11 @@ _OWN: dict[str, Plant] = {
     "the buffer of an outer reduction is dropped": _drop_the_buffer_of_an_outer_reduction,
     "packing runs on the stream of the gather": _pack_on_the_stream_of_the_gather,
     "unused gathers stay in flight": _leave_unused_gathers,
-    "each microbatch is the last": _make_each_microbatch_the_last,
     "earlier microbatches are added behind the outer reduction": (
         _add_earlier_microbatches_behind_the_outer_reduction
     ),
     "gradients are reduced before weights are freed": _reduce_before_weights_are_freed,
     "a nested backward completes the unit": _ignore_nested_backwards,
-    "recomputation starts the countdown anew": _count_anew_when_recomputing,
     "open units are completed in another order on each rank": (
         _complete_in_another_order_on_each_rank
     ),

@@ -17,6 +17,7 @@ from fsdp_core.parameter_group import ParameterGroup
 from fsdp_core.phase import Phase
 from fsdp_core.torch_private import in_graph_task
 from fsdp_core.unit import ShardedUnit
+from fsdp_core.weights import Gathered, Unsharded, Weights
 from fsdp_sim.mutation.change import Change
 
 Function = Callable[..., Any]
@@ -28,6 +29,27 @@ def _prefetch_when_recomputing(pre_forward: Function) -> Function:
         pre_forward(unit, module)
         if in_graph_task():
             unit.prefetch_successors(module, Phase.FORWARD)
+
+    return wrong
+
+
+def _count_anew_when_recomputing(pre_forward: Function) -> Function:
+    @wraps(pre_forward)
+    def wrong(unit: Any, module: Any) -> None:
+        pre_forward(unit, module)
+        if in_graph_task():
+            unit.gradients.window = unit.gradients._new_window()  # noqa: SLF001
+
+    return wrong
+
+
+def _free_where_compute_runs(free: Function) -> Function:
+    @wraps(free)
+    def wrong(weights: Any) -> None:
+        if isinstance(weights._state, Unsharded):  # noqa: SLF001
+            weights._release()  # noqa: SLF001
+            weights._state = Gathered(weights._state.event, early=False)  # noqa: SLF001
+        free(weights)
 
     return wrong
 
@@ -48,6 +70,27 @@ def _keep_what_zero_grad_dropped(prepare_window: Function) -> Function:
         prepare_window(group)
         group._was_used = True  # noqa: SLF001
         return was_used
+
+    return wrong
+
+
+def _keep_what_zero_grad_cannot_see(reopen_window: Function) -> Function:
+    @wraps(reopen_window)
+    def wrong(group: Any) -> None:
+        summands = group._main_grad.flat.clone()  # noqa: SLF001
+        reopen_window(group)
+        mine = group._final_grad.flat.clone()  # noqa: SLF001
+        group._main_grad.flat.copy_(summands)  # noqa: SLF001
+        group._final_grad.flat.copy_(mine)  # noqa: SLF001
+
+    return wrong
+
+
+def _make_each_microbatch_the_last(begin_microbatch: Function) -> Function:
+    @wraps(begin_microbatch)
+    def wrong(context: Any) -> Any:
+        context.is_last_microbatch = True
+        return begin_microbatch(context)
 
     return wrong
 
@@ -122,12 +165,31 @@ def changes() -> list[Change]:
         Change(
             "prefetch during recomputation", ShardedUnit, "pre_forward", _prefetch_when_recomputing
         ),
+        Change(
+            "recomputation starts the countdown anew",
+            ShardedUnit,
+            "pre_forward",
+            _count_anew_when_recomputing,
+        ),
+        Change("weights are freed where compute runs", Weights, "free", _free_where_compute_runs),
         Change("complete for each unit", context, "begin_backward", _complete_for_each_unit),
         Change(
             "zero_grad misses a gradient",
             ParameterGroup,
             "_prepare_window",
             _keep_what_zero_grad_dropped,
+        ),
+        Change(
+            "zero_grad zeroes the optimizer's view alone",
+            ParameterGroup,
+            "_reopen_window",
+            _keep_what_zero_grad_cannot_see,
+        ),
+        Change(
+            "each microbatch is the last",
+            context,
+            "begin_microbatch",
+            _make_each_microbatch_the_last,
         ),
         Change("divide the running total", ParameterGroup, "reduce", _divide_the_running_total),
         Change(

@@ -215,6 +215,44 @@ def replaced_behind_the_outer_reduction(_rank: int) -> list[Tensor]:
     return _copies([weight.grad for weight in weights])
 
 
+def zeroed_in_place(_rank: int) -> list[Tensor]:
+    """Gradients are set to zero between two windows, not dropped: the optimizer's rows of them."""
+    model, _ = _model(weights=Replicate(), gradients=Partial("avg"))
+    weights = list(model.parameters())
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        model(_rows()).sum().backward()
+    return _copies([weight.grad for weight in weights])
+
+
+def accumulated(_rank: int) -> list[Tensor]:
+    """Two microbatches: what is shown behind the first one is a sum of this rank's own, not yet reduced."""
+    model, context = _model(weights=Replicate(), gradients=Partial("avg"))
+    weights, shown = list(model.parameters()), []
+    for is_last in (False, True):
+        with fsdp_core.microbatch(context, is_last):
+            model(_rows()).sum().backward()
+        shown += _copies([weight.grad for weight in weights])
+    return shown
+
+
+def recomputed_between_gradients(_rank: int) -> list[Tensor]:
+    """A unit is used twice; its second gradient, of the two that are declared, needs a recomputation."""
+    unit = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.ones_(unit.weight)
+    declared = fsdp_core.SchedulePolicy(grad_accumulation_count=2)
+    rows = (fsdp_core.RowAtomic(),)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with fsdp_core.fully_shard_context("cpu"):
+        fsdp_core.fully_shard(
+            unit, mesh, fsdp_core.Placements((0,), rows, rows, rows), schedule_policy=declared
+        )
+    weight = unit.weight
+    unit(checkpoint(unit, _rows().requires_grad_(), use_reentrant=True)).sum().backward()
+    fsdp_core.fully_shard_optimizer(torch.optim.SGD([weight], lr=1.0)).step()
+    return _copies([weight])
+
+
 def driven_by_hand(_rank: int) -> list[Tensor]:
     """Nothing is hooked: each unit is gathered and freed by hand."""
     model, _ = _model(hooks=False)
@@ -294,6 +332,9 @@ PROGRAMS = (
     written_before_recomputation,
     replaced_in_a_window,
     replaced_behind_the_outer_reduction,
+    zeroed_in_place,
+    accumulated,
+    recomputed_between_gradients,
     driven_by_hand,
     dropped_in_flight,
     dropped,

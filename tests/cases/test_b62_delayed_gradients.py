@@ -219,3 +219,35 @@ def test_a_delayed_parameter_needs_a_module_that_tells_of_its_gradient() -> None
         "got a Linear without it; add it, or do not delay"
     )
     assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
+class Pair(nn.Module):
+    """Two delayed layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Delayed(), Delayed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call one after the other."""
+        y: Tensor = self.b(fold(self.a(x)))
+        return y
+
+
+def test_ranks_that_compute_delayed_gradients_in_another_order_are_named() -> None:
+    """Reductions of one size would mix the gradients of two units up on hardware, in silence."""
+
+    def program(rank: int) -> None:
+        model = fill(Pair())
+        shard(model, "a", "b", "", runtime_policy=MANAGED)
+        loss_of(model(batch(rank).requires_grad_()), rank).backward()
+        for name in ("a", "b") if rank == 0 else ("b", "a"):
+            model.get_submodule(name).backward_dw()  # type: ignore[operator]
+
+    (finding,) = fsdp_sim.simulate(program, 2, strict=False).findings
+
+    assert finding.kind == "CollectiveMismatch"
+    assert (
+        "rank 0 issued reduce_scatter SUM [fsdp_core::reduce_gradients a] of [2] float32, rank 1 "
+        "reduce_scatter SUM [fsdp_core::reduce_gradients b] of [2] float32" in finding.message
+    )

@@ -60,5 +60,5 @@ def test_sites_are_callers_of_the_verbs() -> None:
     files = {site.file for mutant in campaign().mutants for site in mutant.sites}
 
     assert "fsdp_core/device.py" not in files
-    callers = {f"fsdp_core/{name}.py" for name in ("context", "unit", "weights", "gradients")}
+    callers = {f"fsdp_core/{name}.py" for name in ("context", "weights", "gradients")}
     assert callers <= files
