@@ -90,6 +90,7 @@ class Weights:
         self._transient_nbytes = sum(group.full_nbytes for group in self._transient)
         self._stores = any(group.stores for group in groups)
         self._state: Resharded | Gathered | Unsharded = _RESHARDED
+        self._event: Event = None
         self._trainability = trainability_of(self._fulls)
         self.has_frozen = not all(self._trainability)
         self.is_registered = False
@@ -187,7 +188,8 @@ class Weights:
                 with accelerator.on_stream(stream):
                     for group in self._groups:
                         gathers += group.unshard()
-                event = accelerator.record_event(stream)
+                # Nobody waits for the last gather any more: its weights were freed.
+                event = self._event = accelerator.record_event(stream, self._event)
         except BaseException:
             # Edge 2: what was begun has no event yet, and reads main weights.
             accelerator.wait_stream(context.current_stream(), stream)

@@ -74,6 +74,29 @@ def test_waiting_for_an_event_orders_what_came_before_it(
     assert kinds_found(program) == found
 
 
+@pytest.mark.parametrize(("waits_anew", "found"), [(True, []), (False, ["Race"])])
+def test_what_waited_for_an_event_does_not_wait_for_its_next_record(
+    waits_anew: bool, found: list[str]
+) -> None:
+    """Recorded anew, an event stands for the new place alone."""
+
+    def program(rank: int) -> None:
+        side, early = write_on_a_side_stream()
+        late, current = torch.zeros(4), accelerator.current_stream(CPU)
+        event = accelerator.record_event(side)
+        accelerator.wait_event(current, event)
+        early.mul_(2)
+        accelerator.wait_stream(side, current)
+        with accelerator.on_stream(side):
+            late.add_(1)
+        assert accelerator.record_event(side, event) is event
+        if waits_anew:
+            accelerator.wait_event(current, event)
+        late.mul_(2)
+
+    assert kinds_found(program) == found
+
+
 def test_a_ready_tensor_travels_with_its_event() -> None:
     """Waiting for it gives the tensor, ordered."""
 
