@@ -157,6 +157,7 @@ def record_event(stream: Stream, event: Event = None) -> Event:
     """Mark the present end of `stream`.
 
     Args:
+        stream: the stream.
         event: one that is recorded anew, at half the cost of another one; None: a new one.
 
     Ordering:

@@ -75,7 +75,8 @@ class _Run:
         start: the first element of the run in this rank's range of the group.
         plain: what is stepped, flat, over the same storage.
         shown: the state that users see DTensors over; most steps leave its tensors the same.
-        versions: how often each tensor that parts share was written, by its key.
+        shared: the tensors of that state of which users were given one for all parts.
+        versions: how often each of these was written, by its key.
     """
 
     group: ParameterGroup
@@ -83,6 +84,7 @@ class _Run:
     start: int
     plain: nn.Parameter
     shown: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Tensor] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
 
 
@@ -229,7 +231,7 @@ class _LocalStep:
                 run.plain.grad = None
                 run.group.mark_written()
                 self._show_state(run)
-                run.versions = {key: version_of(value) for key, value in _shared_by_parts(run)}
+                run.versions = {key: version_of(value) for key, value in run.shared.items()}
         self._given = _contents(self._public_state)
 
     # -- gradients ---------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class _LocalStep:
         """
         for runs in self._runs:
             for run in runs:
-                for key, value in _shared_by_parts(run):
+                for key, value in run.shared.items():
                     if version_of(value) == run.versions[key]:
                         continue
                     states = [public.get(part.parameter, {}) for part in run.parts]
@@ -308,7 +310,7 @@ class _LocalStep:
                     _split(runs, run)
         for runs in self._runs:
             for run in runs:
-                run.shown = {}
+                run.shown, run.shared = {}, {}
                 if any(public.get(part.parameter) for part in run.parts):
                     self._local_state[run.plain] = _pack_state(run, public)
         self._public_state = public
@@ -346,7 +348,7 @@ class _LocalStep:
                     shown[key] = value
                 elif key not in shown or not _shares_storage(shown[key], value):
                     shown[key] = _wrap_part(run.group, part, value)
-        run.shown = dict(state)
+        run.shown, run.shared = dict(state), _shared_by_parts(run, state)
 
 
 def _has_elements(plain: Tensor) -> bool:
@@ -492,15 +494,15 @@ def _has_one_state(run: _Run, public: Any) -> bool:
     )
 
 
-def _shared_by_parts(run: _Run) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a run's state of which users were given one for all parts."""
+def _shared_by_parts(run: _Run, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a run's state of which users are given one for all parts."""
     if len(run.parts) == 1:
-        return []
-    return [
-        (key, value)
-        for key, value in run.shown.items()
+        return {}
+    return {
+        key: value
+        for key, value in state.items()
         if isinstance(value, Tensor) and not _is_sharded_value(value, run)
-    ]
+    }
 
 
 def _written_in_place(key: str, run: _Run) -> StateError:
