@@ -171,7 +171,7 @@ def written_inside_a_forward(_rank: int) -> list[Tensor]:
         torch.cpu.current_stream().wait_stream(context.allgather_stream)
         _write(weights)
 
-    model[0].register_forward_hook(write)
+    model[1].register_forward_pre_hook(write, prepend=True)
     return [model(_rows()).detach(), *_copies(weights)]
 
 
