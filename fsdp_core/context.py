@@ -49,6 +49,7 @@ class FsdpContext:
         caller_managed_grad_sync: as in the policy.
         stats: what was done so far.
         calls: forwards in progress, outermost first.
+        calls_begun: how many there were so far.
         open_units: units whose backward is not over.
         graphs: outermost forwards whose backward is still to come.
         evaluating: the outermost forward was entered with gradients disabled.
@@ -90,6 +91,7 @@ class FsdpContext:
         self.caller_managed_grad_sync = policy.caller_managed_grad_sync
         self.stats = ContextStats()
         self.calls: list[Call] = []
+        self.calls_begun = 0
         self.open_units = OpenUnits()
         self.graphs = LiveGraphs()
         self.evaluating = False
@@ -109,6 +111,7 @@ class FsdpContext:
         self._unsharded: dict[weakref.ref[Any], None] = {}
         self._unfinished: dict[weakref.ref[Any], None] = {}
         self._reduced: dict[weakref.ref[Any], None] = {}
+        self._reduced_late: dict[weakref.ref[Any], None] = {}
 
     # -- construction ------------------------------------------------------------------------
 
@@ -346,9 +349,10 @@ class FsdpContext:
             raise self.located(StateError(msg, fqn=None if unit is None else unit.fqn))
 
     def note_reduced(self, unit: "weakref.ref[Any]") -> None:
-        """Note that a reduction of a unit was issued in this pass."""
+        """Note that a reduction of a unit was issued: in this pass, or behind it for a delayed gradient."""
         self.has_unwaited_reductions = True
-        self._reduced[unit] = None
+        noted = self._reduced if self._post_backward_hook_registered else self._reduced_late
+        noted[unit] = None
 
     def was_reduced(self, unit: "weakref.ref[Any]") -> bool:
         """Return whether a reduction of a unit was issued in this pass."""
@@ -360,8 +364,10 @@ class FsdpContext:
         Ordering:
             The current stream is behind the reductions, if there is a hook at all.
         """
-        hooked = [each for unit in living(self._reduced) if (each := unit.gradients).have_hooks]
+        reduced = living(self._reduced_late | self._reduced)
+        hooked = [each for unit in reduced if (each := unit.gradients).have_hooks]
         self._reduced.clear()
+        self._reduced_late.clear()
         if hooked and self.has_unwaited_reductions:
             self.finish_grad_sync()
         for gradients in hooked:
@@ -503,6 +509,7 @@ class FsdpContext:
         self.open_units.clear()
         self._unfinished.clear()
         self._reduced.clear()
+        self._reduced_late.clear()
         self.evaluating = False
         for unit in living(self._tree.units):
             unit.reset()

@@ -170,7 +170,10 @@ class ShardedUnit:
         """Reshard if nobody uses the weights."""
         if self.phase is Phase.RESTING and not self._holders:
             self._ran.clear()
-            self.weights.reshard()
+            if self.weights.is_unused:
+                self.weights.free()  # parameters that are full wait for delayed gradients
+            else:
+                self.weights.reshard()
 
     # -- prefetches --------------------------------------------------------------------------
 
@@ -249,7 +252,9 @@ class ShardedUnit:
         if calls and calls[-1].unit is not self:
             self.uses.note_callers(calls)
         start = next_node_number()
-        calls.append(Call(self, module, recomputing, scope, sys.exception(), start))
+        number = self.context.calls_begun
+        calls.append(Call(self, module, recomputing, scope, sys.exception(), start, number))
+        self.context.calls_begun += 1
         self._calls += 1
 
     def post_forward(self, module: nn.Module) -> Use | None:
@@ -278,7 +283,7 @@ class ShardedUnit:
         if evaluating:
             return None
         if torch.is_grad_enabled():
-            return self.uses.use_of(call, context.calls)
+            return self.uses.use_of(call, context.calls, context.calls_begun)
         if not call.recomputing:
             self.uses.hide()
             context.graphs.note_hidden(self.uses)

@@ -95,6 +95,7 @@ class Call:
         scope: the open annotation.
         exception: what was being handled when it began.
         first_node: number that the first autograd node of the call gets.
+        number: how many calls of units began before it, in the whole context.
     """
 
     unit: Unit
@@ -103,3 +104,4 @@ class Call:
     scope: AbstractContextManager[Any]
     exception: BaseException | None
     first_node: int
+    number: int

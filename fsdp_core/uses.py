@@ -19,6 +19,7 @@ class Use:
         module: the unit's module that was called, weakly: the graph must not keep a model alive.
         enclosing: the units whose forward this call was made in.
         first_node: number that the first autograd node of the call got.
+        calls: how many calls of units were made in it, itself among them.
         is_recomputed: the call was made inside a backward pass.
         graph_task: the backward pass that has entered it last.
         recomputes: part of it is recomputed in a backward pass of its own (reentrant
@@ -28,6 +29,7 @@ class Use:
     module: "weakref.ref[nn.Module]"
     enclosing: tuple["weakref.ref[Any]", ...]
     first_node: int
+    calls: int
     is_recomputed: bool
     graph_task: int = -1
     recomputes: bool = False
@@ -40,7 +42,7 @@ class Uses:
         self._callers: dict[weakref.ref[Any], None] = {}
         self._uses: list[weakref.ref[Use]] = []
         self._hidden = 0
-        self._recomputes: dict[int, bool] = {}
+        self._recomputes: dict[tuple[int, int], bool] = {}
         self._trainability_changes = 0
 
     def note_callers(self, calls: Sequence[Call]) -> None:
@@ -48,15 +50,16 @@ class Uses:
         for call in calls:
             self._callers[call.unit.ref] = None
 
-    def use_of(self, call: Call, calls: Sequence[Call]) -> Use:
+    def use_of(self, call: Call, calls: Sequence[Call], calls_begun: int) -> Use:
         """Return what backward enters through the outputs of a call that has ended.
 
         Args:
             call: of the unit.
             calls: those that it was made in, outermost first.
+            calls_begun: how many there were so far.
         """
-        enclosing = self._enclosing_of(call, calls)
-        return Use(weakref.ref(call.module), enclosing, call.first_node, call.recomputing)
+        enclosing, made = self._enclosing_of(call, calls), calls_begun - call.number
+        return Use(weakref.ref(call.module), enclosing, call.first_node, made, call.recomputing)
 
     def _enclosing_of(self, call: Call, calls: Sequence[Call]) -> tuple["weakref.ref[Any]", ...]:
         """Return the units that backward must not have left when it enters this call.
@@ -71,18 +74,18 @@ class Uses:
     def add(self, use: Use, outputs: Sequence[Tensor], trainability_changes: int) -> None:
         """Note which outputs of a call backward can enter.
 
-        Why the count of nodes: it tells forwards that took other ways apart, so that a graph is
-        looked at once for each way, as long as the same parameters are trained.
+        Why the counts of nodes and of calls: they tell forwards that took other ways apart, so that a
+        graph is looked at once for each way, as long as the same parameters are trained.
         """
         if trainability_changes != self._trainability_changes:
             self._trainability_changes = trainability_changes
             self._recomputes.clear()
-        nodes = next_node_number() - use.first_node
+        way = next_node_number() - use.first_node, use.calls
         if outputs:
             self._uses.append(weakref.ref(use))
-            if nodes not in self._recomputes:
-                self._recomputes[nodes] = has_reentrant_checkpoint(outputs, use.first_node)
-        use.recomputes = self._recomputes.get(nodes, False)
+            if way not in self._recomputes:
+                self._recomputes[way] = has_reentrant_checkpoint(outputs, use.first_node)
+        use.recomputes = self._recomputes.get(way, False)
 
     def enter(self, use: Use) -> None:
         """Take a call from those that are still to come."""

@@ -233,23 +233,26 @@ class Weights:
         for registry, _, shardeds in self._registries:
             registry.update(shardeds)
         if trainability_of(self._fulls) != self._trainability:
-            self._trainability = trainability_of(self._fulls)
-            self._context.trainability_changes += 1
             for sharded, full in zip(self._shardeds, self._fulls, strict=True):
                 sharded.requires_grad_(full.requires_grad)
+            self._note_trainability()
         self.is_registered = False
 
     def _follow_trainability(self) -> None:
         """Freeze or unfreeze full parameters as their sharded ones were."""
-        for index, (sharded, full) in enumerate(zip(self._shardeds, self._fulls, strict=True)):
-            if sharded.requires_grad and not full.requires_grad:
-                full.requires_grad_(True)  # noqa: FBT003 - PyTorch's own signature
-                self.watch(index)
-            elif full.requires_grad and not sharded.requires_grad:
-                full.requires_grad_(False)  # noqa: FBT003 - PyTorch's own signature
-        self._trainability = trainability_of(self._fulls)
-        self._context.trainability_changes += 1
+        for sharded, full in zip(self._shardeds, self._fulls, strict=True):
+            if full.requires_grad != sharded.requires_grad:
+                full.requires_grad_(sharded.requires_grad)
+        self._note_trainability()
+
+    def _note_trainability(self) -> None:
+        """Take in what is trained now, sharded and full alike."""
+        before, self._trainability = self._trainability, trainability_of(self._fulls)
         self.has_frozen = not all(self._trainability)
+        self._context.trainability_changes += 1
+        for index, (was, is_now) in enumerate(zip(before, self._trainability, strict=True)):
+            if is_now and not was:
+                self.watch(index)
         reduced = [group for group in self._groups if group.is_trainable]
         members = [member for group in reduced for member in group.members]
         self._identity.leave_out([each.fqn for each in members if not each.full.requires_grad])
