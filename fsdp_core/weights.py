@@ -205,6 +205,7 @@ class Weights:
 
     def _register_full(self) -> None:
         if self.is_registered:
+            self._follow_full()
             return
         for registry, name, sharded in self._places:
             if registry.get(name) is not sharded:
@@ -232,11 +233,15 @@ class Weights:
             return
         for registry, _, shardeds in self._registries:
             registry.update(shardeds)
+        self._follow_full()
+        self.is_registered = False
+
+    def _follow_full(self) -> None:
+        """Freeze or unfreeze sharded parameters as their full ones were, while these were in the modules."""
         if trainability_of(self._fulls) != self._trainability:
             for sharded, full in zip(self._shardeds, self._fulls, strict=True):
                 sharded.requires_grad_(full.requires_grad)
             self._note_trainability()
-        self.is_registered = False
 
     def _follow_trainability(self) -> None:
         """Freeze or unfreeze full parameters as their sharded ones were."""
