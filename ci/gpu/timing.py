@@ -25,6 +25,7 @@ def run(size_name: str, rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
     for _ in range(rounds):
         for way in WAYS:
             result = _in_fresh_process(way, size_name)
+            print(f"{way}: {', '.join(f'{ms:.1f}' for ms in result['ms'])} ms", flush=True)
             blocks[way] += result["ms"]
             peaks[way] = result["peak"]
     table: dict[str, dict[str, float]] = {}
