@@ -78,6 +78,22 @@ def test_what_the_threads_backend_hides_is_found(name: str) -> None:
     assert sorted(finding.ranks) == [0, 1]
 
 
+def test_gradients_are_divided_by_a_factor_of_the_users() -> None:
+    """FSDP2 multiplies before it sums, a reduction that the threads backend does not have."""
+
+    def gradient(rank: int) -> list[float]:
+        model: Any = fully_shard(nn.Linear(2, 1, bias=False))
+        model.set_gradient_divide_factor(2.0)
+        model(torch.full((1, 2), float(rank + 1))).sum().backward()
+        return model.weight.grad.full_tensor().flatten().tolist()
+
+    report = fsdp_sim.simulate(gradient, 4, trace=True)
+    reductions = {op.call.reduce_op for op in report.trace.ops if op.call is not None}
+
+    assert report.results == [[(1 + 2 + 3 + 4) / 2] * 2] * 4
+    assert "PREMUL_SUM" in reductions
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # its hooks make views of outputs
 def test_a_rank_counts_its_own_collectives() -> None:
     """``CommDebugMode`` hooks all modules of a process, and loses its way among threads.
