@@ -244,7 +244,7 @@ def _making(original: Callable[..., Any], *, on_device: bool = False) -> Callabl
 
 
 def install_memory(undo: patches.Patches) -> None:
-    """See storages that are resized in place."""
+    """See storages that are resized in place, and memory that is taken in from another tensor."""
     original = torch.UntypedStorage.resize_
 
     @functools.wraps(original)
@@ -261,6 +261,21 @@ def install_memory(undo: patches.Patches) -> None:
         return out
 
     undo.replace(torch.UntypedStorage, "resize_", resize_)
+    for owner in (torch, torch.utils.dlpack):
+        undo.wrap(owner, "from_dlpack", _sharing)
+
+
+def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor that takes a plain one's memory in shares its storage: another would count as other memory."""
+
+    @functools.wraps(original)
+    def from_dlpack(ext_tensor: Any, **how: Any) -> Any:
+        is_plain = isinstance(ext_tensor, torch.Tensor) and not ext_tensor.requires_grad
+        if machines.current() is None or how or not is_plain:
+            return original(ext_tensor, **how)
+        return ext_tensor.detach()
+
+    return from_dlpack
 
 
 def _install_files(undo: patches.Patches) -> None:

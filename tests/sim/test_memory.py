@@ -56,6 +56,24 @@ def test_what_is_written_in_place_is_not_born_again() -> None:
     assert births_and_deaths(program) == [("alloc", 0), ("free", 0)]
 
 
+def test_a_tensor_that_takes_memory_in_is_of_the_same_block() -> None:
+    """DLPack hands memory on; what either tensor does to it concerns the other."""
+
+    def program(*, waits: bool) -> None:
+        x, side = torch.zeros(4), cpu.Stream()
+        side.wait_stream(cpu.current_stream())
+        with cpu.stream(side):
+            torch.from_dlpack(x).add_(1)
+        if waits:
+            cpu.current_stream().wait_stream(side)
+        x.add_(1)
+        side.synchronize()
+        assert x.tolist() == [2.0] * 4
+
+    assert findings(lambda: program(waits=True)) == ()
+    assert [finding.kind for finding in findings(lambda: program(waits=False))] == ["Race"]
+
+
 def test_resizing_a_storage_to_nothing_frees_it_and_back_allocates_it() -> None:
     """A storage that comes back is new memory, with a block of its own."""
 
