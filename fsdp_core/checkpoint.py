@@ -36,7 +36,7 @@ from fsdp_core.model_entries import (
     model_target,
     set_entry,
 )
-from fsdp_core.module import units_in
+from fsdp_core.module import require_whole_model, units_in
 from fsdp_core.optimizer_entries import (
     TEXTS,
     fit_options,
@@ -65,11 +65,13 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, checkpoint_dir: str 
 
     Raises:
         ConfigError: `checkpoint_dir` is something else than a checkpoint, or a directory of each rank.
-        UnsupportedError: a state that is neither a tensor nor what JSON can say.
+        UnsupportedError: a state that is neither a tensor nor what JSON can say, or a unit that is
+            on some ranks only.
         OSError: a file cannot be written. Every rank raises what one of them does.
     """
     target = Path(checkpoint_dir).resolve()
     with raised_by_all():
+        require_whole_model(model, "a checkpoint")
         entries = {**model_entries(model.state_dict()), **optimizer_entries(model, optimizer)}
         if dist.get_rank() == 0:
             make_room(target)
@@ -113,8 +115,10 @@ def load_checkpoint(
         ConfigError: no checkpoint there, a damaged file, an entry that is missing, left over or of
             another shape or dtype, or an optimizer that does not fit. Every rank raises what one of
             them does.
+        UnsupportedError: a unit is on some ranks only.
     """
     with raised_by_all():
+        require_whole_model(model, "a checkpoint")
         directory = find(Path(checkpoint_dir).resolve())
         checked = check_files(directory)
     with raised_by_all():

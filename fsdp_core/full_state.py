@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.agreement import raised_by_all
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.model_entries import listed, set_extra
+from fsdp_core.module import require_whole_model
 from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
 from fsdp_core.torch_private import is_extra_state
 
@@ -22,8 +23,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     `get_extra_state` gives is rank 0's.
 
     Ordering:
-        Collective on the meshes of all units; the host of rank 0 waits.
+        Collective on the default process group; the host waits.
+
+    Raises:
+        UnsupportedError: on every rank: a unit is on some ranks only.
     """
+    with raised_by_all():
+        require_whole_model(model, "a full state dict")
     state = model.state_dict(keep_vars=True)
     groups: dict[ParameterGroup | None, dict[str, Any]] = {}
     for name, value in state.items():
@@ -65,8 +71,10 @@ def load_full_state_dict(model: nn.Module, state_dict: dict[str, Any] | None) ->
     Raises:
         ConfigError: on every rank: an entry is missing, left over, no whole tensor or of another
             shape.
+        UnsupportedError: a unit is on some ranks only.
     """
     with raised_by_all():
+        require_whole_model(model, "a full state dict")
         state = model.state_dict(keep_vars=True)
         if dist.get_rank() == 0:
             _check_full(state, state_dict or {})
@@ -135,7 +143,8 @@ def export_safetensors(model: nn.Module, path: str | Path) -> None:
 
     Raises:
         ConfigError: the package `safetensors` is not installed.
-        UnsupportedError: a module's `get_extra_state` gives something else than a tensor.
+        UnsupportedError: a module's `get_extra_state` gives something else than a tensor, or a unit
+            is on some ranks only.
     """
     with raised_by_all():
         try:

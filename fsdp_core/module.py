@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_core.context import FsdpContext
@@ -159,3 +160,26 @@ def units_in(module: nn.Module) -> list[ShardedUnit]:
     """Return the units of a module and of those below it, outer ones first."""
     units = [each.fsdp_unit for each in module.modules() if isinstance(each, FsdpModule)]
     return list(dict.fromkeys(units))
+
+
+def require_whole_model(model: nn.Module, what: str) -> None:
+    """Check that something that has one weight of each name finds one, and sharded.
+
+    Raises:
+        UnsupportedError: a unit is on some ranks only.
+        StateError: the full weights of a unit are in use.
+    """
+    world_size = dist.get_world_size()
+    for name, module in model.named_modules():
+        if not isinstance(module, FsdpModule):
+            continue
+        unit = module.fsdp_unit
+        ranks = unit.axes.mesh.size()
+        if ranks != world_size:
+            msg = (
+                f"{what} has one weight of each name, got unit {name!r} on {ranks} of {world_size} ranks, "
+                f"where others may have another (such as an expert); use torch.distributed.checkpoint "
+                f"with names of each rank's own"
+            )
+            raise UnsupportedError(msg, fqn=name)
+        unit.require_sharded(what)

@@ -14,7 +14,6 @@ from fsdp_core.checkpoint_reader import PlainReader
 from fsdp_core.errors import ConfigError
 from fsdp_core.json_tensors import decode, encode
 from fsdp_core.model_entries import listed
-from fsdp_core.module import units_in
 from fsdp_core.parameter_group import describe_state, living_group, owner_of
 
 _CLASS = "optimizer.class"
@@ -237,13 +236,7 @@ def set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
     """Return the first name of each parameter."""
-    _require_sharded(model)
     return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def _require_sharded(model: nn.Module) -> None:
-    for unit in units_in(model):
-        unit.require_sharded("a checkpoint")
 
 
 def _held(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,17 +1,22 @@
 """Checkpoints: what is saved on any ranks, in any layout, goes on on any others with the same bits."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import fsdp_core
 from fsdp_core import BlockAtomic, MixedPrecisionPolicy, Placements, TensorAtomic
+from fsdp_core.errors import UnsupportedError
 from fsdp_core.full_state import full_state_dict, load_full_state_dict
 from tests.cases.programs import (
+    HYBRID,
+    SHARDED,
     ZERO_1,
     Tensors,
     assert_equal,
@@ -33,7 +38,7 @@ from tests.core.saved_models import (
     uninterrupted,
 )
 from tests.core.strategies import STRATEGIES, mesh_shape, placements_of, whole_by_name
-from tests.core.worlds import need_point_to_point, on_ranks, unsharded, world_size
+from tests.core.worlds import device_type, need_point_to_point, on_ranks, unsharded, world_size
 
 SIZES = (1, 2, 3, 5, 8)
 
@@ -335,3 +340,36 @@ def test_what_is_not_sharded_is_saved_of_rank_0(tmp_path: Path) -> None:
         return model.calls, model.inner.factor.tolist(), optimizer.param_groups[0]["lr"]
 
     assert on_ranks(body, 2) == [(12, [2.0] * 3, 0.5)] * 2
+
+
+ACTIONS: dict[str, Callable[[nn.Module, Optimizer, Path], object]] = {
+    "save": fsdp_core.save_checkpoint,
+    "load": fsdp_core.load_checkpoint,
+    "take out": lambda model, _optimizer, _path: full_state_dict(model),
+    "put in": lambda model, _optimizer, _path: load_full_state_dict(model, {}),
+}
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("action", ACTIONS)
+def test_experts_of_one_name_are_refused(tmp_path: Path, action: str) -> None:
+    """Two ranks each have another weight under it, of which one alone would be left."""
+
+    def body(_rank: int) -> str:
+        model = nn.ModuleDict({"dense": linear(), "expert": linear()})
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("expert_dp", "ep"))
+        with fsdp_core.fully_shard_context():
+            fsdp_core.fully_shard(model["dense"], mesh, HYBRID)
+            fsdp_core.fully_shard(model["expert"], mesh["expert_dp"], SHARDED, grad_divisor=2)
+        optimizer = fsdp_core.fully_shard_optimizer(adamw(model))
+        with pytest.raises(UnsupportedError) as caught:
+            ACTIONS[action](model, optimizer, tmp_path / "saved")
+        return str(caught.value)
+
+    what = "a checkpoint" if action in ("save", "load") else "a full state dict"
+    message = (
+        f"{what} has one weight of each name, got unit 'expert' on 2 of 4 ranks, where others may have "
+        f"another (such as an expert); use torch.distributed.checkpoint with names of each rank's own"
+    )
+    assert on_ranks(body, 4) == [message] * 4
+    assert list(tmp_path.iterdir()) == []
