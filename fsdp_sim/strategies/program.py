@@ -91,7 +91,7 @@ def programs(
     Example:
         >>> @given(programs(kinds=("zero3",)))
         ... def test_it_trains_as_unsharded(program):
-        ...     fsdp_sim.reference.verify(program)
+        ...     fsdp_sim.program.parity.verify(program)
 
     Raises:
         ConfigError: a number is out of range, an unknown strategy.

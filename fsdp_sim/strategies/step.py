@@ -221,7 +221,7 @@ def _evaluation(draw: Draw, world: _World) -> PassSpec:
     kinds: tuple[PassKind, ...] = ("no_grad", "inference", "enabled", "enabled")
     kind = pick(draw, kinds[:2] if world.recorded else kinds)
     calls = _calls(draw, world) if maybe(draw, 30) else ()
-    is_double = maybe(draw, 30)
+    is_double = maybe(draw, 60)
     return PassSpec(kind, 1 + is_double, is_double, calls=calls)
 
 

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
+from fsdp_sim import strategies
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program import ModuleSpec, ProgramSpec, UnitSpec, check_program
 from fsdp_sim.program.exactness import is_exact
@@ -77,6 +79,22 @@ def test_arguments_are_checked_when_the_strategy_is_made(
         make()
 
     assert message in str(caught.value)
+
+
+def examples() -> list[str]:
+    """Return the examples of the table of strategies in ``docs/strategies.md``."""
+    text = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    table = text.partition("| strategy | draws | example |")[2].partition("\n\n")[0]
+    return [row.split("|")[-2].strip().strip("`") for row in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("example", examples())
+def test_every_strategy_s_example_draws(example: str) -> None:
+    """As the page shows it; ``tree`` is a model, as any."""
+    strategy = eval(example, {**vars(strategies), "tree": LEAF})
+    one = settings(max_examples=1, database=None, phases=[Phase.generate])
+
+    assert find(strategy, lambda _: True, settings=one) is not None
 
 
 @given(programs())
