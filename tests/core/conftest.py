@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.core.invariants import Watch, watch_units
 from tests.core.worlds import shared_path
+
+
+@pytest.fixture(autouse=True)
+def invariants(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Have what holds in every run of fsdp_core checked in every test."""
+    return watch_units(monkeypatch)
 
 
 @pytest.fixture

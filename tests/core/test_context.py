@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_core
@@ -18,6 +19,7 @@ from fsdp_core import (
     RuntimePolicy,
     SchedulePolicy,
     StateError,
+    collectives,
 )
 from fsdp_core.context import _collect_backward_order, _collect_fsdp_children
 from fsdp_core.context_stats import ContextStats
@@ -929,6 +931,39 @@ def test_the_step_after_a_broken_backward_has_parity(
         build, broken_step, ("a", "c", ""), steps=3, options={"prefetch_order": order}
     )
     check_values(training)
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("at", range(5))
+def test_the_step_after_a_collective_that_raised_has_parity(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of a step it is: two gathers forward, one more backward, two reductions."""
+    left: dict[int, int] = {}
+
+    def raising(collective: Callable[..., None]) -> Callable[..., None]:
+        def raise_once(*args: Any) -> None:
+            rank = dist.get_rank()
+            if rank in left:
+                left[rank] -= 1
+                if left[rank] < 0:
+                    del left[rank]
+                    raise RuntimeError("planned")
+            collective(*args)
+
+        return raise_once
+
+    def broken_step(model: nn.Module, rank: int, number: int) -> None:
+        if number == 1 and isinstance(first := model.get_submodule("a"), FsdpModule):
+            left[rank] = at
+            with pytest.raises(RuntimeError, match=r"^planned$"):
+                step(model, rank, 0)
+            first.context.reset()
+        step(model, rank, number)
+
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(collectives, name, raising(getattr(collectives, name)))
+    check_values(Training(lambda: fill(Row("a", "b")), broken_step, ("a", "b", ""), steps=3))
 
 
 @pytest.mark.everywhere
