@@ -154,6 +154,8 @@ def _check_step(
             _layer_at(f"{where}.{name}", path, nodes)
     if step.resume is not None:
         _check_resume(f"{where}.resume", step.resume, program)
+    if step.export:
+        _check_on_whole_mesh(f"{where}.export", program)
     for number, one in enumerate(step.passes):
         _check_pass(f"{where}.passes[{number}]", one, program, nodes)
 
@@ -164,6 +166,11 @@ def _check_resume(where: str, strategy: Strategy, program: ProgramSpec) -> None:
     if strategy not in known:
         got = f"got {strategy} on a mesh of {len(program.mesh)} axes"
         raise SpecError(where, f"must be one of {', '.join(known)}; {got}")
+    _check_on_whole_mesh(where, program)
+
+
+def _check_on_whole_mesh(where: str, program: ProgramSpec) -> None:
+    """Raise unless each weight has one value on all ranks."""
     split = [unit.paths[0] for unit in units(program) if unit.spec.axes is not None]
     if split:
         advice = "a checkpoint has one weight of each name"

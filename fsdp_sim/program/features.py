@@ -149,6 +149,7 @@ EXCLUDED: dict[frozenset[str], str] = {
         ("ranks differ", ("one rank",), "it takes two"),
         ("ranks differ", ("reentrant checkpoint",), "the order of reductions would differ too"),
         ("resumed", ("sub-mesh",), "a checkpoint has one weight of each name"),
+        ("whole state", ("sub-mesh",), "a state dict has one weight of each name"),
         ("momentum", ("adaptive optimizer",), "it is an option of SGD"),
         (
             "recorded",

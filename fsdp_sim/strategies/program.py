@@ -192,7 +192,10 @@ def _allowed(axes: int, limits: _Limits) -> tuple[Strategy, ...]:
 
 
 def _tied(draw: Draw, program: ProgramSpec) -> ProgramSpec:
-    """Return ``program`` with two layers of one unit tied, sometimes; the second becomes as the first."""
+    """Return ``program`` with two layers of one unit tied, sometimes; the second becomes as the first.
+
+    Where one of two lies in a reentrant checkpoint, whose gradients come apart, such two are tied mostly.
+    """
     owner = owning_unit(program)
     layers = [(path, module.layer) for path, module in walk(program.model) if module.layer]
     pairs = [
@@ -201,11 +204,24 @@ def _tied(draw: Draw, program: ProgramSpec) -> ProgramSpec:
         for right, _ in layers[n + 1 :]
         if owner[left] == owner[right]
     ]
-    if not pairs or not maybe(draw, 25):
+    apart = [
+        tie
+        for tie in pairs
+        if _in_reentrant(program, tie.source) != _in_reentrant(program, tie.module)
+    ]
+    if not pairs or not maybe(draw, 60 if apart else 25):
         return program
-    tie = pick(draw, pairs)
+    tie = pick(draw, apart or pairs)
     model = replace_module(program.model, tie.module, layer=dict(layers)[tie.source])
     return replace(program, model=model, ties=(tie,))
+
+
+def _in_reentrant(program: ProgramSpec, path: str) -> bool:
+    """Return whether a module runs in a reentrant checkpoint."""
+    return any(
+        module.checkpoint == "reentrant" and (path == above or path.startswith(f"{above}."))
+        for above, module in walk(program.model)
+    )
 
 
 def _with_owners(draw: Draw, program: ProgramSpec) -> ProgramSpec:

@@ -182,7 +182,7 @@ def _step(
             freeze = (pick(draw, trained),)
         else:
             unfreeze = (pick(draw, list(world.movable)),)
-    export = maybe(draw, 12) and not any(one.raises for one in passes)
+    export = maybe(draw, 12) and not any(one.raises for one in passes) and _is_on_whole_mesh(world)
     return StepSpec(
         tuple(passes),
         set_to_none=not maybe(draw, 15),
@@ -190,6 +190,10 @@ def _step(
         freeze=freeze,
         unfreeze=unfreeze,
     )
+
+
+def _is_on_whole_mesh(world: _World) -> bool:
+    return all(node.unit is None or node.unit.axes is None for node in world.nodes.values())
 
 
 def _trained(world: _World) -> list[str]:

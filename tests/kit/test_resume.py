@@ -1,5 +1,6 @@
 """Programs that go on from a checkpoint, and models that are dropped."""
 
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -125,10 +126,14 @@ ON_ONE_AXIS = ProgramSpec(
             ON_ONE_AXIS,
             "steps[1].resume: all units must be on the whole mesh, got axes of ''; " + ADVICE,
         ),
+        (
+            replace(ON_ONE_AXIS, steps=(StepSpec(export=True),)),
+            "steps[0].export: all units must be on the whole mesh, got axes of ''; " + ADVICE,
+        ),
     ],
 )
 def test_a_checkpoint_that_cannot_be_is_refused(program: ProgramSpec, message: str) -> None:
-    """The error says which field, and what must hold."""
+    """The error says which field, and what must hold: of a checkpoint, and of a whole state dict."""
     with pytest.raises(SpecError) as caught:
         check_program(program)
 
