@@ -39,9 +39,12 @@ class Works:
             undo.wrap(dist.Work, name, self._waiting)
 
     def _keep(self, work: Any, *, is_host: bool) -> Any:
+        """Remember what is behind a handle; a barrier without one has been waited for in C++."""
         event = self._machine.last_event
         if event is not None and isinstance(work, dist.Work):
             self._events[work] = _Behind(event, is_host)
+        elif event is not None and is_host:
+            self._join(_Behind(event, is_host))
         return work
 
     def _issuing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,14 +91,16 @@ class Works:
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            self._join(work)
+            behind = self._events.get(work)
+            if behind is not None:
+                self._join(behind)
             return original(work, *args, **kwargs)
 
         return wait
 
-    def _join(self, work: Any) -> None:
-        machine, behind = self._machine, self._events.get(work)
-        if behind is None or machines.current() is not machine:
+    def _join(self, behind: _Behind) -> None:
+        machine = self._machine
+        if machines.current() is not machine:
             return
         stream = machine.current_stream_id()
         machine.emit(Kind.WAIT_EVENT, "work.wait", stream, other=behind.event)

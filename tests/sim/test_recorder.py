@@ -209,6 +209,26 @@ def test_what_cpp_waits_for_is_ordered(alone: None) -> None:
     assert analyse(ops, make(CHECKERS), 1).findings == ()
 
 
+def test_a_barrier_that_cpp_waits_for_stops_the_host(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's has no handle for Python to wait for, unless it is asynchronous."""
+    barrier = dist.ProcessGroup.barrier
+
+    @functools.wraps(barrier)
+    def as_nccl(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        barrier(group, *args, **kwargs).wait()
+
+    monkeypatch.setattr(dist.ProcessGroup, "barrier", as_nccl)
+    with fsdp_sim.record(device="cpu") as recording:
+        dist.barrier()
+    monkeypatch.undo()
+    dist.destroy_process_group()
+    simulated = fsdp_sim.simulate(lambda _: dist.barrier(), 1, trace=True).trace
+
+    assert diff(recording.trace, simulated, order_only=True) is None
+
+
 def read_too_early() -> None:
     """A sum that may still be written: right on a CPU by luck."""
     total, side = torch.ones(2), cpu.Stream()
