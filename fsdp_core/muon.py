@@ -7,6 +7,7 @@ one rank that holds part of it, orthogonalised there, and scattered again. The r
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ class Buffer:
 class FsdpMuon(Muon):
     """Muon over sharded matrices; takes the arguments of `torch.optim.Muon`, and a cost.
 
-    Owners are chosen once, so that the cost of the matrices that are spread over the same ranks is
-    even. Which parameters have gradients must be the same on all ranks.
+    Owners are chosen once, and anew where groups were changed, so that the cost of the matrices that
+    are spread over the same ranks is even. Which parameters have gradients must be the same on all ranks.
 
     Args:
         params: sharded 2-D parameters, or groups of them.
@@ -75,13 +76,22 @@ class FsdpMuon(Muon):
 
     def __init__(self, params: Any, *, cost: Cost = orthogonalization_cost, **options: Any) -> None:
         super().__init__(params, **options)
-        self.buffers = _assign(self, cost)
+        self._cost = cost
+        self._assign_owners()
+
+    def _assign_owners(self) -> None:
+        """Choose the owner of each matrix that the groups hold now."""
+        self._seen = self._held()
+        self.buffers = _assign(self, self._cost)
         self._plans: dict[tuple[int, tuple[int, ...]], OwnerPlan] = {}
         if any(each.process_group is None for each in self.buffers):
             # On NCCL the first point-to-point of a communicator needs all its ranks.  A barrier would do,
             # but it warns where the group was not told its device.
-            device = self.param_groups[0]["params"][0].device
+            device = self._seen[0].device
             dist.all_reduce(torch.zeros(1, device=device))
+
+    def _held(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -92,6 +102,9 @@ class FsdpMuon(Muon):
             StateError: some gradient is still to come.
         """
         refuse_closure(closure)
+        held = self._held()
+        if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
+            self._assign_owners()
         options = {parameter: group for group in self.param_groups for parameter in group["params"]}
         complete_gradients(options)
         for number, buffer in enumerate(self.buffers):
@@ -168,8 +181,14 @@ def _assign(optimizer: FsdpMuon, cost: Cost) -> list[Buffer]:
                 )
                 raise ConfigError(msg)
             found = living_group(owner)
+            fqn = found.full_name(owner.fqn)
+            if parameter.ndim != 2:
+                msg = (
+                    f"FsdpMuon must hold matrices, got {fqn!r} of shape {tuple(parameter.shape)}; leave "
+                    f"it to another optimizer"
+                )
+                raise UnsupportedError(msg, fqn=fqn)
             if not parameter.numel():
-                fqn = found.full_name(owner.fqn)
                 msg = (
                     f"FsdpMuon must hold matrices with elements, got {fqn!r} of shape "
                     f"{tuple(parameter.shape)}; leave it to another optimizer"

@@ -312,3 +312,43 @@ def test_what_cannot_be_computed_is_refused() -> None:
             optimizer.step(lambda: 0.0)
 
     on_ranks(lambda _rank: body(), 1)
+
+
+@pytest.mark.everywhere
+def test_groups_that_change_later_give_the_bits_of_one_process() -> None:
+    """A unit whose matrices are added behind the first step is stepped, one that is taken out is not."""
+    need_point_to_point()
+
+    def run(model: nn.Module, optimizer: Optimizer, of_step: Callable[[int], None]) -> None:
+        later = model.get_submodule("c")
+        for number in range(3):
+            of_step(number)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+            if number == 0:
+                optimizer.add_param_group({"params": list(later.parameters())})
+            if number == 1:
+                optimizer.param_groups[0]["params"].pop()
+
+    def body(rank: int) -> dict[str, Tensor | None]:
+        model = build()
+        shard(model, "a", "b", "c")
+        optimizer = fsdp_core.FsdpMuon(model.get_submodule("a").parameters(), **OPTIONS)
+        run(model, optimizer, lambda number: step(model, rank, number))
+        return local_rows(model)
+
+    def expected() -> dict[str, Tensor | None]:
+        model = build()
+
+        def of_step(number: int) -> None:
+            for rank in range(2):
+                step(model, rank, number)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= 2
+
+        run(model, torch.optim.Muon(model.get_submodule("a").parameters(), **OPTIONS), of_step)
+        return local_rows(model)
+
+    assert_equal(put_together(on_ranks(body, 2)), unsharded(expected))
