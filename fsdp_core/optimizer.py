@@ -23,6 +23,7 @@ from fsdp_core.module import complete_groups, refuse_closure
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.plain_optimizer import WHOLE_TENSORS, not_elementwise
 from fsdp_core.torch_private import local_tensor, version_of
+from fsdp_core.uneven import is_described
 from fsdp_core.unit import ShardedUnit
 
 # Their update of an element depends on that element alone, so that flat shards give the same bits.
@@ -583,8 +584,8 @@ def _is_sharded_value(value: object, run: _Run) -> bool:
 
 
 def _shares_storage(shown: object, value: Tensor) -> bool:
-    if not isinstance(shown, DTensor):
-        return False
+    if not (isinstance(shown, DTensor) and is_described(shown)):
+        return False  # a user's own, or what an optimizer made when it was built
     local = local_tensor(shown)
     same = local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     return local.numel() == 0 or same

@@ -374,6 +374,26 @@ def test_state_of_other_rows_is_refused_and_leaves_everything_as_it_was() -> Non
 
 
 @pytest.mark.everywhere
+def test_state_that_was_there_before_the_first_step_becomes_whole_where_a_rank_has_no_rows() -> (
+    None
+):
+    """Adagrad makes its own when it is built; every rank must ask the same of the others."""
+
+    def body(rank: int) -> Tensor:
+        model = linear(1, 2)
+        shard(model, "", mesh=(2,))
+        adagrad = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=2.0)
+        optimizer = fsdp_core.fully_shard_optimizer(adagrad)
+        model(torch.tensor([[1.0, 3.0]])).sum().backward()
+        optimizer.step()
+        whole: Tensor = optimizer.state[model.weight]["sum"].full_tensor()
+        return whole
+
+    for whole in on_ranks(body, 2):
+        assert torch.equal(whole, torch.tensor([[3.0, 11.0]]))
+
+
+@pytest.mark.everywhere
 def test_groups_may_be_added_later() -> None:
     """Parameters of a new group are stepped from then on."""
 
