@@ -5,7 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial, wraps
-from inspect import iscoroutinefunction, isgeneratorfunction, unwrap
+from inspect import getattr_static, iscoroutinefunction, isgeneratorfunction, unwrap
 from itertools import chain, filterfalse
 from types import FunctionType, ModuleType
 from typing import Any
@@ -54,6 +54,9 @@ _MIXED = "mixed torch.Tensor and DTensor"
 
 # On such an error: a note says what it means.
 _EXPLAINED = "_fsdp_core_explained"
+
+# On a method: it was registered.
+_GATHERS = "_fsdp_core_gathers"
 
 # On an output tensor: its node, and the calls that backward enters through it, outer ones first.
 _USES = "_fsdp_core_uses"
@@ -349,7 +352,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Let a method other than `forward` gather the unit's weights as `forward` does.
 
     Raises:
-        ConfigError: the module is no unit, or has no such method, or it is a generator.
+        ConfigError: the module is no unit, or its class has no such method, or it is a generator.
     """
     method = getattr(module, name, None)
     if not isinstance(module, FsdpModule) or not callable(method):
@@ -358,7 +361,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"got {type(module).__name__} and {name!r}; shard the module first, and check the name"
         )
         raise ConfigError(msg)
-    function = getattr(type(module), name)
+    function = getattr_static(type(module), name, None)
+    is_own = name not in vars(module) or hasattr(vars(module)[name], _GATHERS)
+    if not isinstance(function, FunctionType) or not is_own:
+        msg = (
+            f"register_forward_method needs a method that the module's class defines with `def` and "
+            f"that takes self, got {name!r} of {type(module).__name__}, which is another kind of "
+            f"attribute; register one that calls it"
+        )
+        raise ConfigError(msg)
     if isgeneratorfunction(own := unwrap(function)) or iscoroutinefunction(own):
         msg = (
             f"a method that gathers weights must have used them when it returns, got the generator or "
@@ -382,4 +393,5 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             _after_forward(inside, living, args, kwargs, output)
         return output
 
+    setattr(gathered, _GATHERS, True)
     setattr(module, name, gathered)

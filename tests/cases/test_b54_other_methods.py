@@ -245,3 +245,58 @@ def test_a_generator_cannot_gather_for_its_body() -> None:
         "coroutine 'sample'; register the method that it calls for each of its results"
     )
     assert fsdp_sim.simulate(program, 2).results == [message] * 2
+
+
+def test_what_is_no_method_of_the_class_is_refused() -> None:
+    """Functions of one module, static and class methods: nothing would be gathered for the module."""
+
+    class Kinds(nn.Linear):
+        @staticmethod
+        def static(x: Tensor) -> Tensor:
+            """Take no module."""
+            return x
+
+        @classmethod
+        def of_class(cls, x: Tensor) -> Tensor:
+            """Take the class."""
+            return x
+
+        def replaced(self, x: Tensor) -> Tensor:
+            """Be hidden by a function of one module."""
+            return x
+
+    names = ("static", "of_class", "replaced", "own", "child")
+
+    def program(_rank: int) -> list[str]:
+        model: Any = Kinds(2, 2)
+        model.replaced = model.own = lambda x: x @ model.weight
+        model.child = nn.Identity()
+        shard(model, "")
+        messages = []
+        for name in names:
+            with pytest.raises(ConfigError) as caught:
+                fsdp_core.register_forward_method(model, name)
+            messages.append(str(caught.value))
+        return messages
+
+    expected = [
+        f"register_forward_method needs a method that the module's class defines with `def` and that "
+        f"takes self, got {name!r} of FsdpKinds, which is another kind of attribute; register one that "
+        f"calls it"
+        for name in names
+    ]
+    assert fsdp_sim.simulate(program, 2).results == [expected] * 2
+
+
+def test_a_method_may_be_registered_twice() -> None:
+    """The second call changes nothing."""
+
+    def program(_rank: int) -> float:
+        model: Any = build().get_submodule("encoder")
+        shard(model, "")
+        for _ in range(2):
+            fsdp_core.register_forward_method(model, "encode")
+        y: Tensor = model.encode(torch.ones(1, 2))
+        return y.sum().item()
+
+    assert len(set(fsdp_sim.simulate(program, 2).results)) == 1
