@@ -83,7 +83,7 @@ class ShardedUnit:
             group.unit = self.ref
         self._holders = 0
         self._calls = 0
-        self._ran: list[nn.Module] = []
+        self._ran: set[weakref.ref[nn.Module]] = set()
         self._scope: AbstractContextManager[Any] | None = None
 
     @property
@@ -302,8 +302,8 @@ class ShardedUnit:
         if failed:
             self.weights.reshard()
             return
-        self._ran.append(call.module)
-        waits = self.context.calls and any(ref() not in self._ran for ref in self.modules)
+        self._ran.add(weakref.ref(call.module))
+        waits = self.context.calls and any(ref not in self._ran for ref in self.modules)
         if self.policy.reshard_after_forward and not waits:
             self.weights.reshard()
         if not waits:

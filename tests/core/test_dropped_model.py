@@ -52,3 +52,33 @@ def test_a_callback_that_autograd_still_holds_keeps_no_context(
 
     assert on_ranks(dropped, 2) == [[False] * 8] * 2
     assert held
+
+
+class _OneOfTwo(nn.Module):
+    """Two activations, of which one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.runs, self.rests = nn.Linear(4, 4), nn.ReLU(), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.runs(self.linear(x))
+
+
+def _run_one_of_two(_rank: int) -> bool:
+    """Shard both as one unit, train a step, drop the model, and say whether one is left."""
+    model = _OneOfTwo()
+    mesh = make_mesh(dist.get_world_size())
+    placements = fsdp_core.Placements((0,), ROWS, ROWS, ROWS)
+    with fsdp_core.fully_shard_context():
+        fsdp_core.fully_shard([model.runs, model.rests], mesh, placements)
+        fsdp_core.fully_shard(model, mesh, placements)
+    model(torch.ones(2, 4)).sum().backward()
+    ref = weakref.ref(model.runs)
+    del model
+    return ref() is not None
+
+
+def test_a_unit_without_parameters_lets_go_of_modules_that_wait_for_others() -> None:
+    """Nothing of it is ever gathered, so that no reshard makes it forget which modules ran."""
+    assert on_ranks(_run_one_of_two, 2) == [False] * 2
