@@ -18,6 +18,7 @@ from tests.cases.programs import (
     assert_resting,
     batch,
     check_parity,
+    check_values,
     fill,
     gathered,
     linear,
@@ -51,6 +52,7 @@ def test_two_outstanding_forwards_have_their_backwards_in_any_order(order: tuple
     assert reduced(ops) == ["<root>"] * 2
 
 
+@pytest.mark.everywhere
 @given(
     st.integers(1, 4).flatmap(lambda count: st.permutations(range(count))).map(tuple),
     st.sampled_from([("",), ("first", "second"), ("first", "second", ""), ("second", "")]),
@@ -61,7 +63,7 @@ def test_any_number_of_outstanding_forwards_has_parity(
     order: tuple[int, ...], units: tuple[str, ...]
 ) -> None:
     """Whatever is a unit."""
-    check_parity(outstanding(order, units))
+    check_values(outstanding(order, units))
 
 
 def test_a_recorded_pass_refuses_the_second_backward() -> None:
@@ -107,6 +109,7 @@ def test_a_backward_of_a_backward_is_refused_where_weights_are_freed() -> None:
         assert message.startswith("a backward through unit '<root>' must not be recorded")
 
 
+@pytest.mark.everywhere
 def test_a_backward_of_a_backward_has_parity_where_weights_are_kept() -> None:
     """Placements that replicate the parameters (ZeRO-2)."""
     kept = Placements((0,), (Replicate(),), (RowAtomic(),), (RowAtomic(),))
@@ -114,7 +117,7 @@ def test_a_backward_of_a_backward_has_parity_where_weights_are_kept() -> None:
     def step(model: nn.Module, rank: int, _number: int) -> None:
         penalty(model, rank)
 
-    check_parity(
+    check_values(
         Training(lambda: fill(Row("first")), step, ("first",), options={"placements": kept})
     )
 
@@ -135,6 +138,7 @@ class Force(nn.Module):
         return y
 
 
+@pytest.mark.everywhere
 @pytest.mark.filterwarnings("ignore:step")
 def test_a_backward_inside_a_forward_completes_and_the_forward_goes_on() -> None:
     """It enters the layers, whose parameters have gradients of zeros behind it."""
@@ -143,7 +147,7 @@ def test_a_backward_inside_a_forward_completes_and_the_forward_goes_on() -> None
         loss_of(model(batch(rank, number)), rank).backward()
 
     names = ("first", "second", "")
-    check_parity(Training(lambda: fill(Force()), step, names, steps=2, entered=("first",)))
+    check_values(Training(lambda: fill(Force()), step, names, steps=2, entered=("first",)))
 
 
 def test_a_second_backward_that_does_not_gather_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

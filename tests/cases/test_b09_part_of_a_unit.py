@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fsdp_core.unit import ShardedUnit
 from fsdp_core.uses import Use
 from fsdp_sim.program.model import fold
-from tests.cases.programs import Training, batch, check_parity, fill, linear, loss_of
+from tests.cases.programs import Training, batch, check_parity, check_values, fill, linear, loss_of
 
 CHUNKS = 3
 
@@ -47,16 +47,18 @@ def steps_of(model: nn.Module, rank: int, number: int) -> None:
     (chunked_step if number == 0 else ordinary_step)(model, rank, number)
 
 
+@pytest.mark.everywhere
 @pytest.mark.filterwarnings("ignore:step")
 @pytest.mark.parametrize("units", [("body", ("norm", "head")), (("norm", "head"), "")])
 def test_a_chunked_loss_has_parity_and_so_has_the_step_behind_it(units: tuple[object, ...]) -> None:
     """pytorch#180425, #180426, #180428: the norm alone, the head three times, the norm's backward."""
-    check_parity(Training(lambda: fill(Chunked()), steps_of, units, steps=2))  # type: ignore[arg-type]
+    check_values(Training(lambda: fill(Chunked()), steps_of, units, steps=2))  # type: ignore[arg-type]
 
 
 CALLS = st.lists(st.sampled_from(["norm", "head", "body"]), min_size=1, max_size=4)
 
 
+@pytest.mark.everywhere
 @given(st.lists(CALLS, min_size=1, max_size=2))
 @settings(max_examples=12)
 @pytest.mark.filterwarnings("ignore:step")
@@ -69,7 +71,7 @@ def test_any_members_in_any_order_have_parity(steps: list[list[str]]) -> None:
             x = fold(model.get_submodule(name)(x))
         loss_of(x, rank).backward()
 
-    check_parity(
+    check_values(
         Training(
             lambda: fill(Chunked()), step, (("norm", "head", "body"),), len(steps), entered=("",)
         )

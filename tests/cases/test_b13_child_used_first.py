@@ -12,7 +12,7 @@ from tests.cases.programs import (
     Row,
     Training,
     batch,
-    check_parity,
+    check_values,
     fill,
     loss_of,
     mesh_of,
@@ -73,6 +73,7 @@ def test_a_child_must_not_be_used_while_the_scope_is_open(how: str) -> None:
     fsdp_sim.simulate(program, 2)
 
 
+@pytest.mark.everywhere
 def test_a_child_that_is_used_when_the_scope_has_ended_has_parity() -> None:
     """By itself first, then as a part of the whole."""
 
@@ -81,4 +82,4 @@ def test_a_child_that_is_used_when_the_scope_has_ended_has_parity() -> None:
             model.get_submodule("trunk")(batch(rank))
         loss_of(model(batch(rank, number)), rank).backward()
 
-    check_parity(Training(lambda: fill(Row("trunk", "head")), step, ("trunk", ""), steps=2))
+    check_values(Training(lambda: fill(Row("trunk", "head")), step, ("trunk", ""), steps=2))

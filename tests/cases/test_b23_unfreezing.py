@@ -20,7 +20,7 @@ from tests.cases.programs import (
     assert_equal,
     assert_resting,
     batch,
-    check_parity,
+    check_values,
     fill,
     integers,
     local_rows,
@@ -98,6 +98,7 @@ def test_it_reduces_in_fp32_and_as_a_run_that_was_never_frozen(frozen: Frozen) -
         assert {g.dtype for g in got.gradients.values() if g is not None} == {torch.float32}
 
 
+@pytest.mark.everywhere
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=4))
 @settings(max_examples=8)
 @pytest.mark.filterwarnings("ignore:step")
@@ -112,7 +113,7 @@ def test_freezing_and_unfreezing_at_any_step_has_parity(frozen: list[tuple[bool,
             loss.backward()
 
     options = {"mixed_precision_policy": POLICY}
-    check_parity(Training(row, step, ("front", "unit"), len(frozen), options=options))
+    check_values(Training(row, step, ("front", "unit"), len(frozen), options=options))
 
 
 @pytest.mark.parametrize("trainable", [True, False])

@@ -17,7 +17,7 @@ from tests.cases.programs import (
     Training,
     assert_resting,
     batch,
-    check_parity,
+    check_values,
     linear,
     loss_of,
     shard,
@@ -216,13 +216,14 @@ def test_a_write_of_full_weights_is_refused_where_it_would_be_lost(
     assert fsdp_sim.simulate(program, 2).results == [message] * 2
 
 
+@pytest.mark.everywhere
 def test_a_write_of_full_weights_is_kept_where_they_are() -> None:
     """Where each rank holds them whole and writes the same, as without sharding."""
 
     def step(model: nn.Module, rank: int, number: int) -> None:
         loss_of(model(batch(rank, number)), rank).backward()
 
-    check_parity(
+    check_values(
         Training(
             lambda: nn.Sequential(Clamped()), step, ("0",), steps=2, options={"placements": ZERO_1}
         )

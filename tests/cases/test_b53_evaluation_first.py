@@ -19,7 +19,7 @@ from tests.cases.programs import (
     Training,
     assert_resting,
     batch,
-    check_parity,
+    check_values,
     fill,
     loss_of,
     shard,
@@ -62,16 +62,19 @@ def mixed(**options: Any) -> Training:
     return Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), steps=2, options=options)
 
 
+@pytest.mark.everywhere
 def test_training_after_inference_mode_has_parity() -> None:
     """pytorch#113203, #95957, #146709, #197327; pytorch-lightning#16908."""
-    check_parity(mixed())
+    check_values(mixed())
 
 
+@pytest.mark.everywhere
 def test_it_has_parity_where_weights_are_whole() -> None:
     """Under ZeRO-1 the loaded weights must reach the full ones."""
-    check_parity(mixed(placements=ZERO_1))
+    check_values(mixed(placements=ZERO_1))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_weights_that_an_evaluation_keeps_do_not_hide_what_is_loaded(mode: Mode) -> None:
     """With `reshard_after_forward=False` they stay gathered until the training's backward."""
@@ -84,7 +87,7 @@ def test_weights_that_an_evaluation_keeps_do_not_hide_what_is_loaded(mode: Mode)
         train(model, rank, number)
 
     kept = {"schedule_policy": SchedulePolicy(reshard_after_forward=False)}
-    check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), 3, options=kept))
+    check_values(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), 3, options=kept))
 
 
 def test_weights_that_an_evaluation_keeps_are_freed_by_reshard() -> None:
@@ -114,6 +117,7 @@ ACTS: dict[str, Callable[[nn.Module, int], None]] = {
 }
 
 
+@pytest.mark.everywhere
 @given(st.lists(st.sampled_from(sorted(ACTS)), min_size=1, max_size=3))
 @settings(max_examples=6)
 def test_any_order_of_evaluation_training_and_loading_has_parity(order: list[str]) -> None:
@@ -123,7 +127,7 @@ def test_any_order_of_evaluation_training_and_loading_has_parity(order: list[str
         ACTS[order[number]](model, rank)
         train(model, rank, number)
 
-    check_parity(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), len(order)))
+    check_values(Training(lambda: fill(Row("a", "b")), step, ("a", "b", ""), len(order)))
 
 
 def test_weights_that_an_evaluation_left_behind_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

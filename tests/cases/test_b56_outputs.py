@@ -130,10 +130,11 @@ def wrapped(kind: str) -> Training:
     return Training(build, step, ("0", "1", ""))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("kind", list(WRAPS))
 def test_every_container_has_parity_and_comes_out_as_the_same_object(kind: str) -> None:
     """pytorch#77812, #173415; xtuner#1677; fairscale#967; DeepSpeed#2127."""
-    check_parity(wrapped(kind))
+    check_values(wrapped(kind))
 
 
 @pytest.mark.parametrize("returned", [None, 3, "text", (), {}, (None, 3)], ids=repr)
@@ -180,11 +181,12 @@ def in_place(*units: str) -> Training:
     return Training(lambda: fill(nn.Sequential(linear(), InPlace(), linear())), step, units)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("units", [("0", "1", "2", ""), ("0", "1", "2")], ids=["root", "no root"])
 @pytest.mark.filterwarnings("ignore:step 0. unit .* was expected to enter its backward next")
 def test_an_input_that_is_returned_with_other_values_is_an_output(units: tuple[str, ...]) -> None:
     """It is the same object, but backward has to pass through the unit."""
-    check_parity(in_place(*units))
+    check_values(in_place(*units))
 
 
 class Sliced(nn.Module):
@@ -215,9 +217,10 @@ def written_view() -> Training:
     return Training(build, step, ("0", "1", "2"))
 
 
+@pytest.mark.everywhere
 def test_an_output_that_its_reader_writes_in_place_still_leads_backward_to_the_unit() -> None:
     """PyTorch gives a view that was written another node; the unit's hook must not go with it."""
-    check_parity(written_view())
+    check_values(written_view())
 
 
 class Gated(nn.Module):
@@ -266,6 +269,7 @@ class WithTerms(nn.Module):
 PLACES = ["attribute", "attribute of a module inside", "list", "keyword"]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with the output"])
 def test_a_loss_that_a_unit_leaves_beside_its_output_has_parity(place: str, alone: bool) -> None:
@@ -276,9 +280,10 @@ def test_a_loss_that_a_unit_leaves_beside_its_output_has_parity(place: str, alon
         loss = terms if alone else loss_of(y, rank) + terms
         loss.backward()
 
-    check_parity(Training(lambda: fill(WithTerms(place)), step, ("first", "last", ""), steps=2))
+    check_values(Training(lambda: fill(WithTerms(place)), step, ("first", "last", ""), steps=2))
 
 
+@pytest.mark.everywhere
 @pytest.mark.filterwarnings("ignore:step 0")
 def test_an_output_that_a_hook_has_kept_has_parity() -> None:
     """A hook of a module inside a unit, which captures features."""
@@ -295,7 +300,7 @@ def test_an_output_that_a_hook_has_kept_has_parity() -> None:
         loss_of(inner.kept, rank).backward()
         del inner.kept
 
-    check_parity(Training(build, step, ("a", "b", ""), steps=2, entered=("a",)))
+    check_values(Training(build, step, ("a", "b", ""), steps=2, entered=("a",)))
 
 
 class Vocabulary(dict[str, int]):
@@ -306,6 +311,7 @@ class Vocabulary(dict[str, int]):
         raise AssertionError
 
 
+@pytest.mark.everywhere
 def test_a_large_container_in_an_attribute_is_not_walked_in_each_forward() -> None:
     """A vocabulary, say: it would cost more than the forward."""
 
@@ -317,7 +323,7 @@ def test_a_large_container_in_an_attribute_is_not_walked_in_each_forward() -> No
     def step(model: nn.Module, rank: int, number: int) -> None:
         loss_of(model(batch(rank, number)), rank).backward()
 
-    check_parity(Training(build, step, ("first", "")))
+    check_values(Training(build, step, ("first", "")))
 
 
 def test_an_output_that_is_not_looked_into_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

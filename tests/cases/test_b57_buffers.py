@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from fsdp_core.unit import ShardedUnit
 from fsdp_sim.program.model import fold
-from tests.cases.programs import Training, batch, check_parity, fill, integers, linear, loss_of
+from tests.cases.programs import (
+    Training,
+    batch,
+    check_parity,
+    check_values,
+    fill,
+    integers,
+    linear,
+    loss_of,
+)
 
 
 class Scaled(nn.Module):
@@ -46,16 +55,18 @@ def forwards_first(count: int) -> Training:
     return Training(build, step, ("0", "1", ""), steps=2)
 
 
+@pytest.mark.everywhere
 def test_two_forwards_then_a_backward_have_parity() -> None:
     """pytorch#22095, #110363, #65907: no broadcast rewrites what the first graph saved."""
-    check_parity(forwards_first(2))
+    check_values(forwards_first(2))
 
 
+@pytest.mark.everywhere
 @given(st.integers(1, 4))
 @settings(max_examples=3)
 def test_any_number_of_forwards_has_parity(count: int) -> None:
     """Before one backward."""
-    check_parity(forwards_first(count))
+    check_values(forwards_first(count))
 
 
 def test_a_broadcast_of_buffers_in_each_forward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

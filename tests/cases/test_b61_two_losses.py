@@ -16,6 +16,7 @@ from tests.cases.programs import (
     assert_resting,
     batch,
     check_parity,
+    check_values,
     fill,
     gathered,
     loss_of,
@@ -51,11 +52,12 @@ def test_the_second_loss_has_its_own_gradients() -> None:
     assert reduced(ops) == ["b", "a", "b", "a"]
 
 
+@pytest.mark.everywhere
 @given(st.integers(1, 3), st.lists(st.booleans(), min_size=2, max_size=2))
 @settings(max_examples=4)
 def test_any_number_of_losses_adds_up(count: int, drops: list[bool]) -> None:
     """Where gradients are kept in between, they are summed."""
-    check_parity(losses(count, drops))
+    check_values(losses(count, drops))
 
 
 def test_a_second_loss_that_finds_no_weights_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,22 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_core import PrefetchOrder, StateError
-from tests.cases.programs import check_values
+from tests.cases import test_b10_tied_in_one_unit as tied
+from tests.cases import test_b12_shared_norm as shared
+from tests.cases.programs import Training, batch, check_values, fill, loss_of
 from tests.cases.test_b03_recompute_prefetch import checkpointed
 from tests.cases.test_b05_order_differs import WITHOUT_MATCHING, train
+from tests.cases.test_b07_unused_unit import alternating
+from tests.cases.test_b17_two_forwards_recomputed import several
+from tests.cases.test_b18_reentrant_flush import Outside
+from tests.cases.test_b20_gathers_with_nested_units import UNITS, Layers
+from tests.cases.test_b21_frozen_units import frozen_row
+from tests.cases.test_b24_two_dtypes import TWO
 from tests.cases.test_b27_global_sizes import Weights, everywhere
 from tests.cases.test_b39_order_of_a_set import by_value, expected_states, states
-from tests.cases.test_b56_outputs import in_place, written_view
 from tests.core.worlds import on_ranks
 
 pytestmark = pytest.mark.everywhere
@@ -46,7 +54,36 @@ def test_recomputation_has_parity() -> None:
     check_values(checkpointed(2, {"L1": True, "L2": False}))
 
 
-def test_writes_in_place_have_parity() -> None:
-    """B56: of inputs by a unit, and of its outputs by others."""
-    check_values(in_place("0", "1", "2", ""))
-    check_values(written_view())
+def step(model: nn.Module, rank: int, number: int) -> None:
+    """One forward and backward, of an input that requires a gradient."""
+    loss_of(model(batch(rank, number).requires_grad_()), rank).backward()
+
+
+TRAININGS = {
+    "B07 a unit that is not always used": alternating(),
+    "B10 a parameter of two names": Training(tied.build, tied.step, ("",), steps=2),
+    "B12 a unit that two losses share": Training(
+        shared.build, shared.step, ("body", "extra", "norm", ""), steps=2
+    ),
+    "B17 two forwards, recomputed": several(2),
+    "B17 two forwards, recomputed, reentrant": several(2, reentrant=True),
+    "B18 a weight used inside and outside of a checkpoint": Training(
+        lambda: fill(Outside(before=True, behind=True)), step, ("",), steps=2
+    ),
+    "B20 nested units, recomputed": Training(
+        lambda: fill(Layers("non_reentrant")), step, [*UNITS, ""], steps=2
+    ),
+    "B20 nested units, recomputed, reentrant": Training(
+        lambda: fill(Layers("reentrant")), step, [*UNITS, ""], steps=2
+    ),
+    "B21 frozen units": frozen_row([False, True, True, False]),
+    "B24 two dtypes and integers in one unit": TWO,
+}
+"""Trainings whose cases look at traces, which real ranks have not."""
+
+
+@pytest.mark.filterwarnings("ignore:step")
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_of_a_case_has_parity(name: str) -> None:
+    """Each step's gradients and weights are those of the unsharded run, bit for bit."""
+    check_values(TRAININGS[name])
