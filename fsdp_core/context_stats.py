@@ -10,7 +10,8 @@ class ContextStats:
     Attributes:
         steps: completions of a backward pass.
         gathers: all-gathers issued; a unit of several dtypes counts several.
-        reductions: gradient reductions issued, one for each group and window.
+        reductions: gradients reduced, one for each dtype of a unit and backward; what ends a window
+            of microbatches is not counted.
         prefetches: units gathered early.
         used_prefetches: of these, how many were then used.
         unused_prefetches: of these, how many were resharded without a use.
