@@ -194,6 +194,24 @@ def test_coprime_rows_choose_the_unpadded_packing() -> None:
     assert not layout.has_equal_shard_sizes
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "ranks", "is_padded"),
+    [
+        (8, 12289, 3, True),  # one row in eight: an eighth, and a column above 4,096 for each rank
+        (7, 8193, 2, False),  # one in seven
+        (7, 8192, 2, True),  # one in seven, but 4,096 for each rank
+    ],
+)
+def test_padding_must_exceed_an_eighth_and_4096_for_each_rank_to_be_left_out(
+    *, rows: int, columns: int, ranks: int, is_padded: bool
+) -> None:
+    """One row of padding; both bounds themselves are still padded."""
+    layout = build_row_atomic_layout([(rows, columns)], ranks)
+
+    assert layout.has_equal_shard_sizes == is_padded
+    assert layout.numel == (rows + is_padded) * columns
+
+
 def test_small_padding_keeps_equal_shards() -> None:
     """28 elements of padding for 68 exceed the fraction but not the number per rank."""
     layout = build_row_atomic_layout([(4, 16), (4,)], 2)
