@@ -53,15 +53,21 @@ def test_whole_weights_are_cast_and_gathered_once_for_each_step_of_the_optimizer
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize(
+    ("main_params", "main_grads"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_four_dtypes_are_independent(name: str) -> None:
+def test_four_dtypes_are_independent(
+    name: str, main_params: torch.dtype, main_grads: torch.dtype
+) -> None:
     """Main weights, main gradients, reductions and compute each have the dtype asked for.
 
-    Gathers carry the compute dtype. What a window ends with reduces main gradients, in their own.
+    Whichever of the first two is that of the model, fp32. Gathers carry the compute dtype. What a
+    window ends with reduces main gradients, in their own.
     """
     policy = MixedPrecisionPolicy(
-        main_params_dtype=torch.float64,
-        main_grads_dtype=torch.float32,
+        main_params_dtype=main_params,
+        main_grads_dtype=main_grads,
         grad_comm_dtype=torch.float16,
         compute_dtype=torch.bfloat16,
     )
@@ -86,9 +92,9 @@ def test_four_dtypes_are_independent(name: str) -> None:
     if set(gradient) != {P}:
         reduced.add(torch.float16)
     if gradient != optimizer:
-        reduced.add(torch.float32)
+        reduced.add(main_grads)
     gathered = {torch.bfloat16} if S in (*parameter, *optimizer) else set()
-    expected = (torch.float64, torch.float32, [torch.bfloat16], gathered, reduced)
+    expected = (main_params, main_grads, [torch.bfloat16], gathered, reduced)
     assert on_ranks(body, world_size(4)) == [expected] * world_size(4)
 
 
