@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fsdp_core
 from fsdp_core import (
     ConfigError,
     FsdpContext,
     FsdpModule,
+    MixedPrecisionPolicy,
     Phase,
     PrefetchOrder,
     RuntimePolicy,
@@ -41,7 +43,7 @@ from tests.cases.programs import (
     ops_by_step,
     shard,
 )
-from tests.core.worlds import need_gpu, on_ranks
+from tests.core.worlds import need_gpu, on_ranks, unsharded
 
 
 class Tree(nn.Module):
@@ -490,6 +492,34 @@ def test_counters_count_what_was_done() -> None:
     assert first.peak_full_nbytes == 2 * 4 * 4
 
 
+class TwoDtypes(nn.Module):
+    """An fp32 layer and an fp64 one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.double_ = linear(), linear().double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Call both."""
+        y: Tensor = self.double_(self.single(x).double())
+        return y
+
+
+@pytest.mark.everywhere
+def test_each_dtype_of_a_unit_is_counted() -> None:
+    """They are collectives of their own, and gathered on demand together."""
+
+    def body(rank: int) -> tuple[int, int, int]:
+        policy = MixedPrecisionPolicy(main_params_dtype=None)
+        context = shard(model := fill(TwoDtypes()), "", mixed_precision_policy=policy)
+        loss_of(model(batch(rank)), rank).backward()
+        stats = context.stats
+        return stats.gathers, stats.on_demand_gathers, stats.reductions
+
+    # Gathered forward and backward, reduced once.
+    assert on_ranks(body, 2) == [(4, 2, 2)] * 2
+
+
 @pytest.mark.everywhere
 def test_bytes_of_full_weights_are_counted_while_they_exist() -> None:
     """From a unit's gather to its end; the highest value stays."""
@@ -931,6 +961,34 @@ def test_the_step_after_a_broken_backward_has_parity(
         build, broken_step, ("a", "c", ""), steps=3, options={"prefetch_order": order}
     )
     check_values(training)
+
+
+@pytest.mark.everywhere
+def test_a_reset_waits_for_the_reductions_of_the_broken_pass() -> None:
+    """Who kept a gradient of it may read what it holds."""
+
+    def body(rank: int) -> list[Tensor]:
+        breaks = Breaks()
+        context = shard(model := fill(Row(breaks=breaks, c=linear())), "c")
+        breaks.fails = True
+        with pytest.raises(RuntimeError, match=r"^planned$"):
+            loss_of(model(batch(rank).requires_grad_()), rank).backward()
+        kept = model.get_parameter("c.weight").grad
+        context.reset()
+        assert isinstance(kept, DTensor)
+        return [kept.to_local().clone()]
+
+    def whole() -> Tensor:
+        model = fill(Row(breaks=Breaks(), c=linear()))
+        for rank in range(2):
+            loss_of(model(batch(rank)), rank).backward()
+        grad = model.get_parameter("c.weight").grad
+        assert grad is not None
+        return grad / 2
+
+    rows = [kept for (kept,) in on_ranks(body, 2)]
+
+    assert torch.equal(torch.cat(rows), unsharded(whole))
 
 
 @pytest.mark.everywhere
