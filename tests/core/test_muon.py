@@ -112,6 +112,44 @@ def test_unequal_shards_give_the_bits_of_one_process(name: str) -> None:
 
 
 @pytest.mark.everywhere
+def test_matrices_without_a_gradient_are_left_out_of_a_step() -> None:
+    """Another one in each step: what is exchanged follows."""
+    need_point_to_point()
+    dropped = (None, "a.weight", "b.weight", None)
+
+    def train(model: nn.Module, optimizer: Optimizer, backwards: Callable[[int], None]) -> None:
+        for number, name in enumerate(dropped):
+            backwards(number)
+            if name is not None:
+                model.get_parameter(name).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(rank: int) -> dict[str, Tensor | None]:
+        shard(model := build(), "", mesh=(world_size(2),))
+        optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
+        train(model, optimizer, lambda number: step(model, rank, number))
+        return whole_by_name(model)
+
+    def whole() -> dict[str, Tensor | None]:
+        model = build()
+
+        def backwards(number: int) -> None:
+            for rank in range(world_size(2)):
+                step(model, rank, number)
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= world_size(2)
+
+        train(model, muon(model.parameters()), backwards)
+        return {name: each.detach() for name, each in model.named_parameters()}
+
+    expected = unsharded(whole)
+    for weights in on_ranks(body, world_size(2)):
+        assert_equal(weights, expected)
+
+
+@pytest.mark.everywhere
 def test_blocks_of_rows_give_the_bits_of_one_process() -> None:
     """Two rows stay together."""
     check(build_even, (world_size(2),), BLOCKS)
