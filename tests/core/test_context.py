@@ -369,6 +369,27 @@ def test_a_caller_who_manages_synchronisation_waits_by_hand() -> None:
 
 
 @pytest.mark.everywhere
+@pytest.mark.parametrize("use", ["step", "clip"])
+def test_what_uses_gradients_waits_for_a_caller_who_did_not(use: str) -> None:
+    """An optimizer's step and a clipped norm are behind all reductions by themselves."""
+
+    def body(rank: int) -> None:
+        policy = RuntimePolicy(caller_managed_grad_sync=True)
+        context = shard(model := fill(Row("a", "b")), "a", "b", "", runtime_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        fsdp_core.fully_shard_optimizer(optimizer)
+        step(model, rank, 0)
+        assert context.has_unwaited_reductions
+        if use == "step":
+            optimizer.step()
+        else:
+            fsdp_core.clip_grad_norm_(model.parameters(), 1.0)
+        assert not context.has_unwaited_reductions
+
+    on_ranks(body, 2)
+
+
+@pytest.mark.everywhere
 def test_the_microbatch_flag_is_restored_even_by_exceptions() -> None:
     """Scopes nest, and each puts back what was before."""
 
