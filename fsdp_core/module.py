@@ -6,12 +6,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.context import FsdpContext
 from fsdp_core.errors import StateError, UnsupportedError
 from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of, without_model
 from fsdp_core.phase import Phase
-from fsdp_core.torch_private import keep_marked_last
+from fsdp_core.torch_private import keep_marked_last, local_tensor
 from fsdp_core.unit import ShardedUnit
 
 Direction = Literal["forward", "backward", "none"]
@@ -64,6 +65,21 @@ def complete_groups(groups: Iterable[ParameterGroup]) -> None:
         unit.weights.await_gather()
         if unit.context.has_unwaited_reductions:
             unit.context.finish_grad_sync()
+
+
+def of_other_rows(what: str, tensor: torch.Tensor, group: ParameterGroup, index: int) -> StateError:
+    """Say that something of a parameter does not lie as the parameter does on this rank."""
+    fqn = group.full_name(group.members[index].fqn)
+    rows = group.main_weight.get_tensor_view(index).shape
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    msg = (
+        f"{what} of parameter {fqn!r} must be a DTensor of the rows that this rank holds, "
+        f"{tuple(rows)}, got a {type(tensor).__name__} of {tuple(local.shape)} here; make it with "
+        f"torch.zeros_like(parameter), say"
+    )
+    unit = group.unit()
+    assert isinstance(unit, ShardedUnit)
+    return unit.context.located(StateError(msg, fqn=fqn))
 
 
 class FsdpModule:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.gather_scatter import gather_to_owners, scatter_from_owners
-from fsdp_core.module import complete_gradients, refuse_closure
+from fsdp_core.module import complete_gradients, of_other_rows, refuse_closure
 from fsdp_core.owner_planning import (
     Holder,
     OwnerPlan,
@@ -99,12 +100,15 @@ class FsdpMuon(Muon):
 
         Raises:
             UnsupportedError: a closure is given: its gradients would come too late.
-            StateError: some gradient is still to come.
+            StateError: some gradient is still to come, or momentum has other rows than its matrix.
         """
         refuse_closure(closure)
         held = self._held()
         if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
             self._assign_owners()
+        for buffer in self.buffers:
+            for index, parameter in buffer.parameters.items():
+                _check_momentum(buffer.group, index, self.state.get(parameter, {}))
         options = {parameter: group for group in self.param_groups for parameter in group["params"]}
         complete_gradients(options)
         for number, buffer in enumerate(self.buffers):
@@ -155,7 +159,7 @@ class FsdpMuon(Muon):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = buffer.group.as_sharded(index, torch.zeros_like(grad))
-        momentum: Tensor = local_tensor(state["momentum_buffer"])
+        momentum = local_tensor(state["momentum_buffer"])
         momentum.lerp_(grad, 1 - options["momentum"])
         return grad.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
 
@@ -165,6 +169,20 @@ class FsdpMuon(Muon):
         local.mul_(1 - lr * options["weight_decay"])
         adjusted = adjusted_learning_rate(lr, options["adjust_lr_fn"], parameter.shape)
         local.add_(update, alpha=-adjusted)
+
+
+def _check_momentum(group: ParameterGroup, index: int, state: dict[str, Any]) -> None:
+    """Refuse momentum that does not lie as its matrix does on this rank.
+
+    Raises:
+        StateError: it has other rows.
+    """
+    local, momentum = group.main_weight.get_tensor_view(index), state.get("momentum_buffer")
+    if momentum is None or (
+        isinstance(momentum, DTensor) and local_tensor(momentum).shape == local.shape
+    ):
+        return
+    raise of_other_rows("the state 'momentum_buffer'", momentum, group, index)
 
 
 def _assign(optimizer: FsdpMuon, cost: Cost) -> list[Buffer]:

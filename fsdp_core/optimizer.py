@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
-from fsdp_core.module import complete_groups, refuse_closure
+from fsdp_core.module import complete_groups, of_other_rows, refuse_closure
 from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
 from fsdp_core.plain_optimizer import WHOLE_TENSORS, not_elementwise
 from fsdp_core.torch_private import local_tensor, version_of
@@ -261,7 +261,7 @@ class _LocalStep:
             return run.group.final_grad.flat.narrow(0, run.start, run.plain.numel())
         local = local_tensor(grad) if isinstance(grad, DTensor) else grad
         if local.shape != first.local.shape:
-            raise _of_other_rows("the gradient", grad, run.group, first)
+            raise of_other_rows("the gradient", grad, run.group, first.index)
         return local.reshape(-1)
 
     def _set_grad(self, plain: nn.Parameter, grad: Tensor | None) -> None:
@@ -535,21 +535,7 @@ def _check_rows(run: _Run, public: Any) -> None:
                 shape = value.shape  # others are what the parameter has as a whole, a history, say
                 is_right = shape not in (part.local.shape, part.parameter.shape)
             if not is_right:
-                raise _of_other_rows(f"the state {key!r}", value, run.group, part)
-
-
-def _of_other_rows(what: str, tensor: Tensor, group: ParameterGroup, part: _Part) -> StateError:
-    """Say that something of a parameter does not lie as the parameter does on this rank."""
-    fqn = group.full_name(group.members[part.index].fqn)
-    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    msg = (
-        f"{what} of parameter {fqn!r} must be a DTensor of the rows that this rank holds, "
-        f"{tuple(part.local.shape)}, got a {type(tensor).__name__} of {tuple(local.shape)} here; make "
-        f"it with torch.zeros_like(parameter), say"
-    )
-    unit = group.unit()
-    assert isinstance(unit, ShardedUnit)
-    return unit.context.located(StateError(msg, fqn=fqn))
+                raise of_other_rows(f"the state {key!r}", value, run.group, part.index)
 
 
 def _scalars(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp_core
-from fsdp_core import BlockAtomic, ConfigError, MixedPrecisionPolicy, Placements, TensorAtomic
+from fsdp_core import (
+    BlockAtomic,
+    ConfigError,
+    MixedPrecisionPolicy,
+    Placements,
+    StateError,
+    TensorAtomic,
+)
 from fsdp_core.muon import Cost
 from fsdp_core.owner_planning import orthogonalization_cost
 from tests.cases.programs import (
@@ -390,3 +397,29 @@ def test_groups_that_change_later_give_the_bits_of_one_process() -> None:
         return local_rows(model)
 
     assert_equal(put_together(on_ranks(body, 2)), unsharded(expected))
+
+
+@pytest.mark.everywhere
+def test_momentum_of_other_rows_is_refused_and_leaves_everything_as_it_was() -> None:
+    """A whole tensor in its place, in the second of two units."""
+    need_point_to_point()
+
+    def body(rank: int) -> str:
+        model = build()
+        shard(model, "a", "c", "")
+        parameters = [model.get_parameter(name) for name in ("a.weight", "c.weight")]
+        optimizer = fsdp_core.FsdpMuon(parameters, **OPTIONS)
+        step(model, rank, 0)
+        optimizer.step()
+        optimizer.state[parameters[1]]["momentum_buffer"] = torch.zeros(4, 1)
+        before = local_rows(model)
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        assert_equal(local_rows(model), before)
+        return str(caught.value)
+
+    message = (
+        "the state 'momentum_buffer' of parameter 'c.weight' must be a DTensor of the rows that this "
+        "rank holds, (2, 1), got a Tensor of (4, 1) here; make it with torch.zeros_like(parameter), say"
+    )
+    assert on_ranks(body, 2) == [message] * 2
