@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ConfigError, ConfigTypeError, StateError, UnsupportedError
 from fsdp_core.module import complete_groups, of_other_rows, refuse_closure
-from fsdp_core.parameter_group import ParameterGroup, is_whole, living_group, owner_of
+from fsdp_core.parameter_group import (
+    ParameterGroup,
+    describe_state,
+    is_whole,
+    living_group,
+    owner_of,
+)
 from fsdp_core.plain_optimizer import WHOLE_TENSORS, not_elementwise
 from fsdp_core.torch_private import local_tensor, version_of
 from fsdp_core.uneven import is_described
@@ -113,6 +119,8 @@ def fully_shard_optimizer(
     _check_class(optimizer, elementwise=elementwise)
     cls = type(optimizer)
     runs = _build_runs(optimizer)
+    for parameter in chain.from_iterable(_held(optimizer)):
+        describe_state(parameter, optimizer.state.get(parameter, {}))
     optimizer.__class__ = _sharded_class(cls)
     assert isinstance(optimizer, _ShardedOptimizer)
     optimizer.fsdp_step = _LocalStep(optimizer, runs, precision_aware=precision_aware)

@@ -394,6 +394,22 @@ def test_state_that_was_there_before_the_first_step_becomes_whole_where_a_rank_h
 
 
 @pytest.mark.everywhere
+def test_state_that_is_there_before_the_first_step_is_whole_already() -> None:
+    """A loop that skips its first step, or looks at the state before it."""
+
+    def body(_rank: int) -> Tensor:
+        model = nn.Linear(2, 3)
+        shard(model, "", mesh=(2,))
+        adagrad = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=2.0)
+        optimizer = fsdp_core.fully_shard_optimizer(adagrad)
+        state = [optimizer.state[each]["sum"] for each in (model.weight, model.bias)]
+        return torch.cat([each.full_tensor().flatten() for each in state])
+
+    for whole in on_ranks(body, 2):
+        assert torch.equal(whole, torch.full((9,), 2.0))
+
+
+@pytest.mark.everywhere
 def test_groups_may_be_added_later() -> None:
     """Parameters of a new group are stepped from then on."""
 
