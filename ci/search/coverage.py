@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from ci.search.overlap import gathers_overlap, reductions_overlap
+from ci.search.overlap import gather_levels, reductions_overlap
 from fsdp_sim.program import ProgramSpec
 from fsdp_sim.program.features import EXCLUDED, FEATURES, features
 from fsdp_sim.simulation import Report
 
 SHARE_MIN = 0.05
 """Of all programs that count, for each feature."""
+TWO_LEVELS = "gathers overlap compute on two levels"
 THIRDS: dict[str, tuple[str, ...]] = {
     "units on two levels": ("units on two levels",),
     "ranks that differ, or conditional calls": ("ranks differ", "conditional"),
+    TWO_LEVELS: (TWO_LEVELS,),
 }
-"""What a third of the programs must have: one of these features."""
+"""What a third of the programs must have: one of these features, or what their run showed."""
 
 Pair = tuple[str, str]
 
@@ -68,16 +70,16 @@ class Coverage:
 
     def add(self, program: ProgramSpec, report: Report) -> None:
         """Count one run, whose trace was kept."""
-        if not gathers_overlap(report.trace.ops):
+        levels = gather_levels(report.trace.ops)
+        if not levels:
             self.without_overlap += 1
             return
         had = features(program)
         self.programs += 1
         self.features.update(had)
         self.pairs.update(combinations(had, 2))
-        self.thirds.update(
-            name for name, any_of in THIRDS.items() if not set(any_of).isdisjoint(had)
-        )
+        showed = {*had, TWO_LEVELS} if levels > 1 else set(had)
+        self.thirds.update(name for name, any_of in THIRDS.items() if not showed.isdisjoint(any_of))
         self.sometimes.update(name for name, holds in SOMETIMES.items() if holds(report))
 
     def merge(self, other: "Coverage") -> None:

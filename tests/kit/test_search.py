@@ -3,7 +3,7 @@
 from ci.search.batch import run_batch
 from ci.search.coverage import Coverage
 from ci.search.draw import draw
-from ci.search.overlap import gathers_overlap
+from ci.search.overlap import gather_levels
 from ci.search.planted import find
 from fsdp_sim.program import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
 from fsdp_sim.program.parity import verify
@@ -15,8 +15,16 @@ QUICK = "the optimizer does not wait for reductions"
 
 def test_a_prefetched_unit_overlaps_compute_and_a_lone_one_does_not() -> None:
     """The second unit is gathered while the first computes."""
-    assert gathers_overlap(verify(TWO, trace=True).trace.ops)
-    assert not gathers_overlap(verify(ProgramSpec(LEAF), trace=True).trace.ops)
+    assert gather_levels(verify(TWO, trace=True).trace.ops) == 1
+    assert gather_levels(verify(ProgramSpec(LEAF), trace=True).trace.ops) == 0
+
+
+def test_levels_are_those_of_units_whose_gathers_overlap_compute() -> None:
+    """A unit with a layer and two units inside: while it computes, the first of these is gathered."""
+    inner = ModuleSpec(LayerSpec(), UnitSpec(), children=(LEAF, LEAF))
+    nested = ProgramSpec(ModuleSpec(children=(LEAF, inner, LEAF)))
+
+    assert gather_levels(verify(nested, trace=True).trace.ops) == 2
 
 
 def test_a_program_without_overlap_does_not_count() -> None:
