@@ -284,6 +284,7 @@ def _as_program(body: Callable[..., Any], marker: pytest.Mark) -> Callable[..., 
             body(*args, **kwargs)
 
         others = {name: marker.kwargs[name] for name in marker.kwargs if name not in OWN_OPTIONS}
+        refused = None
         try:
             check_options(others, "the marker fsdp_sim")
             _refuse_shared(kwargs)
@@ -291,7 +292,9 @@ def _as_program(body: Callable[..., Any], marker: pytest.Mark) -> Callable[..., 
         except ConfigError as error:
             if hasattr(error, "rank"):  # the body raised it, and its lines tell where
                 raise
-            _refuse(error)
+            refused = error
+        if refused is not None:  # out here it has no context, so it is shown once
+            _refuse(refused)
 
     return checked
 
