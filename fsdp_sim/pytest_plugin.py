@@ -93,9 +93,9 @@ def _natural(text: str) -> int:
 
 def _seconds(text: str) -> float:
     with suppress(ValueError):
-        if float(text) > 0:
+        if 0 < float(text) < float("inf"):
             return float(text)
-    raise ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    raise ArgumentTypeError(f"must be a finite number of seconds above 0, got {text!r}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,7 +17,7 @@ from time import monotonic  # noqa: TID251  a limit of time decides how many sch
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_sim.arguments import check_positive
+from fsdp_sim.arguments import check_positive, check_seconds
 from fsdp_sim.errors import REPLAY_HINT, ConfigError
 
 if TYPE_CHECKING:
@@ -166,6 +166,8 @@ def check(
     check_options(options)
     check_positive("ranks", ranks)
     check_positive("runs", how.runs)
+    if how.time_limit is not None:
+        check_seconds("time_limit", how.time_limit)
     options = {"args": args, **options}
 
     def run() -> "Report":

@@ -164,6 +164,7 @@ def test_a_replay_that_no_longer_fits_fails_as_diverged(pytester: pytest.Pyteste
         ("rank=4", "the marker fsdp_sim takes ranks, runs, *, got rank; did you mean ranks?"),
         ("4", "the marker fsdp_sim takes keywords alone, such as ranks=4, got (4,)"),
         ("runs=0", "runs must be a positive integer, got 0"),
+        ("time_limit=-1", "time_limit must be a finite number of seconds above 0, got -1"),
         (
             "scheduler='round'",
             "explore's scheduler must be one of pct, uniform, portfolio, exhaustive, got 'round'",

@@ -89,8 +89,18 @@ def test_workers_of_xdist_send_their_statistics(pytester: pytest.Pytester) -> No
     ("options", "message"),
     [
         (("--fsdp-sim-runs", "0"), "*fsdp-sim-runs: must be a whole number of at least 1, got '0'"),
-        (("--fsdp-sim-time-limit", "0"), "*limit: must be a number of seconds above 0, got '0'"),
-        (("--fsdp-sim-time-limit", "x"), "*limit: must be a number of seconds above 0, got 'x'"),
+        (
+            ("--fsdp-sim-time-limit", "0"),
+            "*limit: must be a finite number of seconds above 0, got '0'",
+        ),
+        (
+            ("--fsdp-sim-time-limit", "x"),
+            "*limit: must be a finite number of seconds above 0, got 'x'",
+        ),
+        (
+            ("--fsdp-sim-time-limit", "inf"),
+            "*must be a finite number of seconds above 0, got 'inf'",
+        ),
         (("--fsdp-sim-log", "-1"), "*log: must be a whole number of at least 0, got '-1'"),
         (("--fsdp-sim-scheduler", "round"), "*invalid choice: 'round'*"),
         (("--fsdp-sim-replay", "no.json"), "*a replay file must be a readable file of text, got *"),
