@@ -217,4 +217,6 @@ def _follow_test(node: str, path: str) -> int:
     """Let pytest follow a replay file that is about a test; return its exit status."""
     import pytest
 
-    return int(pytest.main([node, "--fsdp-sim-replay", str(Path(path).resolve())]))
+    # This process has imported fsdp_sim, whose asserts pytest then cannot rewrite; nobody needs them to be.
+    quiet = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
+    return int(pytest.main([node, *quiet, "--fsdp-sim-replay", str(Path(path).resolve())]))

@@ -148,12 +148,18 @@ def test_the_command_line_lets_pytest_follow_the_file_of_a_test(pytester: pytest
     """``fsdp-sim replay FILE`` takes every replay file."""
     run(pytester, ORDER, "--fsdp-sim-runs", "12")
     (file,) = pytester.path.glob(".fsdp_sim/*/replay.json")
+    # As installed without --editable: pytest reads the list of files, and finds them imported already.
+    installed = pytester.mkdir("installed-0.dist-info")
+    (installed / "METADATA").write_text("Name: installed\nVersion: 0\n")
+    (installed / "RECORD").write_text("fsdp_sim/__init__.py,,\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\nharmless = json\n")
     command = [sys.executable, "-m", "fsdp_sim.cli", "replay", str(file)]
 
     done = subprocess.run(command, capture_output=True, text=True, cwd=pytester.path, check=False)
 
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
     assert "fsdp_sim replay: the same finding came up (CollectiveMismatch)" in done.stdout
+    assert "Warning" not in done.stdout
 
 
 def test_every_option_is_described(pytester: pytest.Pytester) -> None:
