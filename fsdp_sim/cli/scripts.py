@@ -119,13 +119,12 @@ def explore(
 def replay(what: str, script: str | None, arguments: Any, **outputs: Any) -> None:
     """Run a failure again: a schedule such as 'v1;w4;17>2' and SCRIPT, or a replay file."""
     outputs = _outputs(outputs)
-    options = {"trace": bool(outputs)}
     if script is None:
-        _follow(what, options)
+        _follow(what, outputs)
         return
     with _program(script, arguments) as program:
         with _writing_failures(outputs):
-            report = fsdp_sim.replay(program, what, strict=False, **options)
+            report = fsdp_sim.replay(program, what, strict=False, trace=bool(outputs))
         _write(report, outputs)
         conclude(report, [script, *arguments])
 
@@ -181,7 +180,7 @@ def _save(failure: BaseException, path: str, script: str, arguments: tuple[str, 
     show(f"replay file: {path}")
 
 
-def _follow(path: str, options: dict[str, Any]) -> None:
+def _follow(path: str, outputs: dict[str, str]) -> None:
     """Follow a replay file and say how what came up compares with what it expects."""
     if not Path(path).is_file():
         raise click.UsageError(
@@ -199,10 +198,17 @@ def _follow(path: str, options: dict[str, Any]) -> None:
     with judging([path]):
         file = read(path)
         if file.test is not None:
+            if outputs:
+                raise ConfigError(
+                    f"a replay file of a test must be followed without --{next(iter(outputs))}; its timeline "
+                    "and picture are written beside the test's replay file"
+                )
             sys.exit(_follow_test(file.test.node, path))
         failure: Exception | None = None
         try:
-            follow(file, **options)
+            with _writing_failures(outputs):
+                report = follow(file, trace=bool(outputs))
+            _write(report, outputs)
         except (ConfigError, fsdp_sim.RunError):
             raise
         except Exception as error:

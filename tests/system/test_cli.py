@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from fsdp_sim.cli import main
+from fsdp_sim.replay_file import Expected, PytestNode, ReplayFile, Versions, dump
 from fsdp_sim.trace import Trace
 
 CLEAN = """
@@ -339,6 +340,32 @@ def test_a_saved_failure_replays_from_its_file(tmp_path: Path) -> None:
     assert explored.exit_code == 1
     assert replayed.exit_code == 1
     assert "the same finding came up (CollectiveMismatch), with the same digest" in replayed.stderr
+
+
+def test_a_replay_file_is_drawn_and_written_as_a_schedule_is(tmp_path: Path) -> None:
+    """The outputs that are asked for are written, and they are those of the failure."""
+    path, trace, picture = (str(tmp_path / name) for name in ("replay.json", "run.trace", "a.svg"))
+    invoke("explore", "--ranks", "2", "--save", path, BY_QUERY)
+    replayed = invoke("replay", "--trace", trace, "--picture", picture, path)
+    judged = invoke("check", trace)
+
+    assert f"trace: {trace}\npicture: {picture}\nCollectiveMismatch: " in replayed.stderr
+    assert "<svg" in Path(picture).read_text()
+    assert judged.exit_code == 1
+
+
+def test_a_replay_file_of_a_test_takes_no_output(tmp_path: Path) -> None:
+    """Pytest runs it and leaves timeline and picture in its own place; nothing is ignored in silence."""
+    path = tmp_path / "replay.json"
+    node, versions = PytestNode("test_it.py::test_it", 0, ()), Versions("0", "0", "0")
+    file = ReplayFile("v1;w2", Expected("Race", ""), "0" * 32, "0" * 32, versions, test=node)
+    path.write_text(dump(file))
+    result = invoke("replay", "--picture", str(tmp_path / "a.svg"), str(path))
+
+    assert result.exit_code == 2
+    assert (
+        "a replay file of a test must be followed without --picture; its timeline" in result.stderr
+    )
 
 
 def test_a_replay_file_and_a_trace_are_not_taken_for_each_other(tmp_path: Path) -> None:
