@@ -65,7 +65,12 @@ rest_argument = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @ranks_option
 @as_option
 @fault_option
-@click.option("--scheduler", default="program_order", show_default=True, help="who runs next")
+@click.option(
+    "--scheduler",
+    default="program_order",
+    show_default=True,
+    help="who runs next: program_order, pct or uniform",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="of the scheduler")
 @output_options
 @script_argument
