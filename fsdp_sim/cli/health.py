@@ -17,7 +17,7 @@ UNSEEN = (
 )
 
 
-@click.command()
+@click.command(short_help="Show versions, and try a correct and a wrong program.")
 def doctor() -> None:
     """Show versions, try a correct and a wrong program, and list what a world replaces meanwhile."""
     click.echo(f"fsdp-sim {metadata.version('fsdp-sim')}, Python {platform.python_version()}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fsdp_sim.mutation.campaign import Campaign, Progress
 
 
-@click.command()
+@click.command(short_help="Break each synchronisation of PACKAGE in turn.")
 @ranks_option
 @click.option(
     "--program",

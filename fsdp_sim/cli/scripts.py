@@ -86,7 +86,7 @@ def run(ranks: int, device: str | None, script: str, arguments: Any, **how: Any)
         conclude(report, [script, *arguments])
 
 
-@click.command(context_settings=SCRIPT_FIRST)
+@click.command(context_settings=SCRIPT_FIRST, short_help="Run SCRIPT under many schedules.")
 @ranks_option
 @as_option
 @fault_option
@@ -116,7 +116,7 @@ def explore(
         show("clean: no schedule failed")
 
 
-@click.command(context_settings=SCRIPT_FIRST)
+@click.command(context_settings=SCRIPT_FIRST, short_help="Run a failure again.")
 @output_options
 @click.argument("what")
 @click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False))

@@ -16,7 +16,7 @@ from fsdp_sim.views.report import finding_text
 stored = click.Path(exists=True, dir_okay=False)
 
 
-@click.group()
+@click.group(short_help="Read, draw and compare stored traces.")
 def trace() -> None:
     """Read traces that `fsdp-sim run --trace FILE` or `fsdp_sim.record` wrote."""
 
@@ -29,7 +29,7 @@ def text(file: str) -> None:
         click.echo(_load(file).to_text())
 
 
-@trace.command()
+@trace.command(short_help="Write a timeline for Perfetto.")
 @click.argument("file", type=stored)
 @click.argument("output", type=OUTPUT)
 def perfetto(file: str, output: str) -> None:
@@ -38,7 +38,7 @@ def perfetto(file: str, output: str) -> None:
         _load(file).to_chrome(output)
 
 
-@trace.command()
+@trace.command(short_help="Draw the first finding, as PNG or SVG.")
 @click.argument("file", type=stored)
 @click.argument("output", type=PICTURE)
 def picture(file: str, output: str) -> None:
@@ -107,7 +107,7 @@ def difference(one: str, other: str, *, order: bool) -> None:
         sys.exit(CLEAN if found is None else FINDINGS)
 
 
-@trace.command()
+@trace.command(short_help="Join the recordings of all processes of a run.")
 @click.argument("output", type=OUTPUT)
 @click.argument("files", type=stored, nargs=-1, required=True)
 def merge(output: str, files: tuple[str, ...]) -> None:
@@ -116,7 +116,7 @@ def merge(output: str, files: tuple[str, ...]) -> None:
         Trace.merged([_load(file) for file in files]).save(output)
 
 
-@click.command()
+@click.command(short_help="Run every checker on stored traces.")
 @click.argument("files", type=stored, nargs=-1, required=True)
 def check(files: tuple[str, ...]) -> None:
     """Run every checker on stored traces; recordings of single processes are judged as one run."""
