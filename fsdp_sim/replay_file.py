@@ -5,6 +5,7 @@ failure that is expected, the digests of the run and the versions that made it.
 """
 
 import ast
+import dataclasses
 import json
 import re
 import sys
@@ -14,7 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_sim.errors import ConfigError, FindingError
-from fsdp_sim.program.codec import dump_program, load_program
+from fsdp_sim.program.codec import (
+    dump_program,
+    load_program,
+    program_from_data,
+    program_to_data,
+)
 from fsdp_sim.program.schema import SchemaError, from_data, load_json, to_data
 from fsdp_sim.program.spec import ProgramSpec
 from fsdp_sim.schedule import Schedule
@@ -98,7 +104,10 @@ class ReplayFile:
 
 def dump(replay: ReplayFile) -> str:
     """Return the file's text."""
-    return json.dumps({"version": VERSION, **to_data(replay)}, indent=1) + "\n"
+    data = {"version": VERSION, **to_data(replay)}
+    if replay.program is not None:
+        data["program"] = program_to_data(replay.program)
+    return json.dumps(data, indent=1) + "\n"
 
 
 def load(text: str) -> ReplayFile:
@@ -113,7 +122,10 @@ def load(text: str) -> ReplayFile:
     if not isinstance(data, dict):
         raise SchemaError("", f"must be an object (a replay file), got {type(data).__name__}")
     _check_version(data.pop("version", None))
-    replay = from_data(ReplayFile, data)
+    program = data.get("program")
+    replay = from_data(ReplayFile, data if program is None else {**data, "program": None})
+    if program is not None:  # it has a version of its own
+        replay = dataclasses.replace(replay, program=program_from_data(program, "program"))
     Schedule.parse(replay.schedule)
     _check_subject(replay)
     return replay

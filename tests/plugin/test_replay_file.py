@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program import LayerSpec, ModuleSpec, ProgramSpec, UnitSpec
+from fsdp_sim.program.spec import SPEC_VERSION
 from fsdp_sim.replay_file import (
     Argument,
     Expected,
@@ -99,6 +100,11 @@ def _changed(**changes: Any) -> str:
     return json.dumps({**json.loads(dump(FILE)), **changes})
 
 
+def _with_program(**changes: Any) -> str:
+    data = json.loads(dump(replace(FILE, test=None, program=PROGRAM)))
+    return json.dumps({**data, "program": {**data["program"], **changes}})
+
+
 def _with_test(**changes: Any) -> str:
     return _changed(test={**json.loads(dump(FILE))["test"], **changes})
 
@@ -112,6 +118,16 @@ def _with_test(**changes: Any) -> str:
         (_changed(version=2), "version: must be 1, got 2; update fsdp_sim"),
         (_changed(version=0), "version: must be 1, got 0; make the file anew"),
         (_changed(version=True), "version: must be the whole number 1, got True"),
+        (
+            _with_program(version=SPEC_VERSION + 1),
+            f"program.version: must be {SPEC_VERSION}, got {SPEC_VERSION + 1}; update fsdp_sim",
+        ),
+        (
+            _with_program(version=None),
+            f"program.version: must be the whole number {SPEC_VERSION}, got None",
+        ),
+        (_with_program(budget=1), "program.budget: unknown field of ProgramSpec"),
+        (_changed(program=[]), "program: must be an object (a program), got list"),
         (_changed(code="import os"), "code: unknown field of ReplayFile; it has schedule"),
         (_changed(schedule="v1;w0"), "world size must be between 1 and 4096, got 0"),
         (_changed(schedule=3), "schedule: must be of type str, got 3"),
