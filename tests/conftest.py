@@ -41,7 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs the simulator, where ranks are real."""
+    """Run the programs that ever failed first; leave out what needs the simulator, where ranks are real."""
+    items.sort(key=lambda item: item.path.name != "test_corpus.py")
     if config.option.ranks != "simulated":
         chosen = [item for item in items if item.get_closest_marker("everywhere")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
