@@ -368,6 +368,26 @@ def test_a_replay_file_of_a_test_takes_no_output(tmp_path: Path) -> None:
     )
 
 
+def test_a_replay_file_made_elsewhere_gives_the_same_digest_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process made it, in another folder and under another hash seed."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    script(there, RACE)
+    command = [sys.executable, "-m", "fsdp_sim.cli", "explore", "--save", "race.json", "script.py"]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": root}
+    made = subprocess.run(command, cwd=there, env=environment, capture_output=True, check=False)
+    there.rename(here)
+    monkeypatch.chdir(here)
+
+    replayed = invoke("replay", "race.json")
+
+    assert made.returncode == 1
+    assert "the same finding came up (Race), with the same digest" in replayed.stderr
+
+
 def test_a_replay_file_and_a_trace_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """Both lie about after a failure; the error says what the file is, and what reads it."""
     trace, replay = recorded(tmp_path, RACE), str(tmp_path / "failure.json")
