@@ -16,15 +16,19 @@ _LENGTH_MAX = 1000
 
 @dataclass(frozen=True)
 class Orders:
-    """What each rank runs in one pass.
+    """What each rank runs in one pass, and what a runtime that records it must say.
 
     Attributes:
         ranks: per rank, its events in order.
         first_difference: position of the first event that not all ranks share; None where they agree.
+        error: name of the error that every rank must raise; None where they agree.
+        match: what its message must contain.
     """
 
     ranks: tuple[tuple[Event, ...], ...]
     first_difference: int | None = None
+    error: str | None = None
+    match: str = ""
 
 
 def execution_orders(
@@ -39,7 +43,7 @@ def execution_orders(
         divergent: whether one rank runs something else than the others.
 
     Example:
-        >>> execution_orders(("a", "b"), divergent=True)  # rank 1 runs b before a
+        >>> execution_orders(("a", "b"), divergent=True)  # rank 1 runs b where rank 0 runs a
 
     Raises:
         ConfigError: no units, a number out of range, or divergence asked of one rank.
@@ -63,7 +67,8 @@ def _orders(
     rank = draw(st.integers(0, world_size - 1))
     other = _changed(draw, events, units)
     ranks = tuple(other if number == rank else events for number in range(world_size))
-    return Orders(ranks, _first_difference(events, other))
+    place = _first_difference(events, other)
+    return Orders(ranks, place, "StateError", f"a difference at position {place}: ")
 
 
 def _changed(draw: Any, events: tuple[Event, ...], units: tuple[str, ...]) -> tuple[Event, ...]:

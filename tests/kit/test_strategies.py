@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_sim
+from fsdp_core.agreement import agree_on_events
+from fsdp_core.collectives import MeshAxes
+from fsdp_core.errors import StateError
 from fsdp_sim import strategies
 from fsdp_sim.errors import ConfigError
 from fsdp_sim.program import ModuleSpec, ProgramSpec, UnitSpec, check_program
@@ -19,6 +24,7 @@ from fsdp_sim.program.tree import units, walk
 from fsdp_sim.schedule import Schedule
 from fsdp_sim.strategies import (
     FaultPlan,
+    Orders,
     OwnerMap,
     contexts,
     execution_orders,
@@ -146,6 +152,28 @@ def test_divergent_orders_say_where_they_part(data: st.DataObject) -> None:
     assert place is not None
     assert len({events[:place] for events in orders.ranks}) == 1
     assert len({events[place : place + 1] for events in orders.ranks}) == 2
+
+
+@settings(max_examples=10)
+@given(execution_orders(("a", "b"), 2), execution_orders(("a", "b"), 2, divergent=True))
+def test_ranks_that_record_divergent_orders_raise_the_error_drawn_with_them(
+    same: Orders, other: Orders
+) -> None:
+    """On every rank; nothing is raised where they agree."""
+
+    def program(rank: int) -> str:
+        axes = MeshAxes.of(init_device_mesh("cpu", (2,)))
+        agree_on_events([(0, f"{unit} {phase}") for unit, phase in same.ranks[rank]], axes)
+        try:
+            agree_on_events([(0, f"{unit} {phase}") for unit, phase in other.ranks[rank]], axes)
+        except StateError as error:
+            return str(error)
+        return ""
+
+    said = fsdp_sim.simulate(program, 2).results
+
+    assert (same.error, other.error) == (None, "StateError")
+    assert all(other.match in message for message in said)
 
 
 @given(execution_orders(("a", "b"), 3))
