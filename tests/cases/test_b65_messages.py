@@ -560,6 +560,16 @@ def step_on_other_state(rank: int) -> None:
     optimizer.step()
 
 
+def step_on_other_momentum(rank: int) -> None:
+    """A step of FsdpMuon with momentum that has other rows than this rank holds."""
+    model, _ = two_units()
+    optimizer = FsdpMuon([last(model).weight], lr=1.0)
+    step(model, rank)
+    optimizer.step()
+    optimizer.state[last(model).weight]["momentum_buffer"] = torch.zeros(2, 2)
+    optimizer.step()
+
+
 def write_shared_state(rank: int) -> None:
     """Write in place what an optimizer counts for two parameters at once."""
     model = nn.ModuleDict({"layers": Row(first=linear(), last=nn.Linear(2, 2))})
@@ -611,6 +621,7 @@ FAILURES = [
     lose_on_shards,
     step_on_other_rows,
     step_on_other_state,
+    step_on_other_momentum,
     write_shared_state,
     reduce_late,
     diverge,
