@@ -9,6 +9,8 @@ from typing import Any
 HANDOVER_SECONDS_MAX = 300.0
 """How long one rank may keep the baton before the world gives it up, unless the caller says less: a last
 resort, never a timeout that a deadlock waits for."""
+ASLEEP_SECONDS_MAX = 0.5
+"""How long the caller of a world sleeps at a time."""
 
 
 def this_thread() -> int:
@@ -49,12 +51,21 @@ class Arrivals:
         self._queue.put(None)
 
     def take(self, seconds_max: float) -> bool:
-        """Wait for the next one; return False after ``seconds_max``."""
-        try:
-            self._queue.get(timeout=seconds_max)
-        except queue.Empty:
-            return False
-        return True
+        """Wait for the next one; return False after ``seconds_max``.
+
+        Why in turns: a signal that another thread took, or that came just before the caller slept, does
+        not wake it; Python handles it when the caller next runs.
+        """
+        left = seconds_max
+        while True:
+            try:
+                self._queue.get(timeout=min(left, ASLEEP_SECONDS_MAX))
+            except queue.Empty:
+                left -= ASLEEP_SECONDS_MAX
+                if left <= 0:
+                    return False
+            else:
+                return True
 
 
 class Task:

@@ -7,6 +7,7 @@ import random  # noqa: TID251  the subject of a test
 import re
 import signal
 import threading  # noqa: TID251  a lock between ranks is the subject of a test
+import time  # noqa: TID251  how long an interrupt takes
 from functools import cached_property, partial
 from typing import Any
 
@@ -333,6 +334,32 @@ def test_an_interrupt_of_the_caller_unwinds_every_rank(
     assert sorted(cleaned) == [0, 1]
     assert not dist.is_initialized()
     assert fsdp_sim.simulate(sum_of_ranks, 2).results == [3.0, 3.0]
+
+
+def test_an_interrupt_that_a_rank_s_thread_takes_reaches_the_caller_soon() -> None:
+    """The kernel may choose that thread, which does not wake the caller."""
+    unheard: list[int] = []
+
+    def raise_it(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def program(rank: int) -> None:
+        dist.barrier()
+        if rank == 0:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            dist.barrier()
+        unheard.append(rank)
+
+    before = signal.signal(signal.SIGINT, raise_it)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fsdp_sim.simulate(program, 2, handover_seconds=15)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert unheard == []
 
 
 def test_an_exception_that_forbids_attributes_comes_out_as_itself() -> None:
