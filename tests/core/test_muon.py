@@ -71,6 +71,16 @@ def step(model: nn.Module, rank: int, number: int) -> None:
     loss_of(model(batch(rank, number, width=width_of(model))), rank).backward()
 
 
+def take_steps(model: nn.Module, rank: int, **options: Any) -> dict[str, Tensor | None]:
+    """Two steps of a sharded model, with momentum and decay; return its whole weights."""
+    optimizer = fsdp_core.FsdpMuon(model.parameters(), **options, **OPTIONS)
+    for number in range(2):
+        step(model, rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_by_name(model)
+
+
 def check(
     make: Callable[[], nn.Module],
     mesh: tuple[int, ...],
@@ -78,19 +88,14 @@ def check(
     units: Sequence[str] = ("a", ""),
     **options: Any,
 ) -> None:
-    """Two steps, by default of a unit inside another, with momentum and decay, as on one process."""
+    """Two steps, by default of a unit inside another, as on one process."""
     need_point_to_point()
     ranks = torch.Size(mesh).numel()
 
     def body(rank: int) -> dict[str, Tensor | None]:
         model = make()
         shard(model, *units, mesh=mesh, placements=placements)
-        optimizer = fsdp_core.FsdpMuon(model.parameters(), **options, **OPTIONS)
-        for number in range(2):
-            step(model, rank, number)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole_by_name(model)
+        return take_steps(model, rank, **options)
 
     expected = unsharded(lambda: reference(make, ranks, 2, 1, muon))
     for weights in on_ranks(body, ranks):
@@ -199,12 +204,7 @@ def test_units_of_two_strategies_give_the_bits_of_one_process(name: str) -> None
             inner = model.get_submodule("a")
             fsdp_core.fully_shard(inner, mesh_of(*mesh_shape(name)), placements_of(name))
             fsdp_core.fully_shard(model, mesh_of(ranks), SHARDED)
-        optimizer = fsdp_core.FsdpMuon(model.parameters(), **OPTIONS)
-        for number in range(2):
-            step(model, rank, number)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole_by_name(model)
+        return take_steps(model, rank)
 
     expected = unsharded(lambda: reference(squares, ranks, 2, 1, muon))
     for weights in on_ranks(body, ranks):
