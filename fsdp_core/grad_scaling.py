@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.module import complete_gradients
-from fsdp_core.parameter_group import owner_of
+from fsdp_core.parameter_group import owner_of, parameters_held
 from fsdp_core.placement import copies_of
 from fsdp_core.torch_private import local_tensor, unscale_through
 
@@ -45,7 +45,7 @@ def _unscale(optimizer: Optimizer, unscale: Callable[[Any], Found]) -> Found:
     Raises:
         StateError: some gradients are still to come.
     """
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_held(optimizer)
     if not any(map(owner_of, parameters)):
         return unscale(optimizer)
     complete_gradients(parameters)

@@ -27,7 +27,7 @@ from fsdp_core.owner_planning import (
     orthogonalization_cost,
     plan_owner,
 )
-from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of
+from fsdp_core.parameter_group import ParameterGroup, living_group, owner_of, parameters_held
 from fsdp_core.placement import is_sharded
 from fsdp_core.torch_private import adjusted_learning_rate, local_tensor, orthogonalize
 
@@ -82,7 +82,7 @@ class FsdpMuon(Muon):
 
     def _assign_owners(self) -> None:
         """Choose the owner of each matrix that the groups hold now."""
-        self._seen = self._held()
+        self._seen = parameters_held(self)
         self.buffers = _assign(self, self._cost)
         self._plans: dict[tuple[int, tuple[int, ...]], OwnerPlan] = {}
         if any(each.process_group is None for each in self.buffers):
@@ -90,9 +90,6 @@ class FsdpMuon(Muon):
             # but it warns where the group was not told its device.
             device = self._seen[0].device
             dist.all_reduce(torch.zeros(1, device=device))
-
-    def _held(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -103,7 +100,7 @@ class FsdpMuon(Muon):
             StateError: some gradient is still to come, or momentum has other rows than its matrix.
         """
         refuse_closure(closure)
-        held = self._held()
+        held = parameters_held(self)
         if len(held) != len(self._seen) or not all(map(is_, held, self._seen)):
             self._assign_owners()
         for buffer in self.buffers:

@@ -26,6 +26,7 @@ from fsdp_core.parameter_group import (
     is_whole,
     living_group,
     owner_of,
+    parameters_held,
 )
 from fsdp_core.plain_optimizer import WHOLE_TENSORS, not_elementwise
 from fsdp_core.torch_private import local_tensor, version_of
@@ -119,7 +120,7 @@ def fully_shard_optimizer(
     _check_class(optimizer, elementwise=elementwise)
     cls = type(optimizer)
     runs = _build_runs(optimizer)
-    for parameter in chain.from_iterable(_held(optimizer)):
+    for parameter in parameters_held(optimizer):
         describe_state(parameter, optimizer.state.get(parameter, {}))
     optimizer.__class__ = _sharded_class(cls)
     assert isinstance(optimizer, _ShardedOptimizer)
@@ -340,10 +341,9 @@ class _LocalStep:
         )
         if not new:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in new:
-                    self._public_state[parameter] = {}
+        for parameter in parameters_held(optimizer):
+            if parameter in new:
+                self._public_state[parameter] = {}
 
     def _show_state(self, run: _Run) -> None:
         """Let users see a run's state: DTensors over its parts, each made once."""

@@ -14,7 +14,7 @@ from fsdp_core.checkpoint_reader import PlainReader
 from fsdp_core.errors import ConfigError
 from fsdp_core.json_tensors import decode, encode
 from fsdp_core.model_entries import listed
-from fsdp_core.parameter_group import describe_state, living_group, owner_of
+from fsdp_core.parameter_group import describe_state, living_group, owner_of, parameters_held
 
 _CLASS = "optimizer.class"
 _OPTIONS = "optimizer.options"
@@ -240,13 +240,12 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _held(optimizer: Optimizer, names: dict[Tensor, str]) -> Iterator[tuple[str, nn.Parameter]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                msg = (
-                    f"the optimizer must hold parameters of the model, got one of shape "
-                    f"{tuple(parameter.shape)} that is none; pass the model and the "
-                    f"optimizer that belong together"
-                )
-                raise ConfigError(msg)
-            yield names[parameter], parameter
+    for parameter in parameters_held(optimizer):
+        if parameter not in names:
+            msg = (
+                f"the optimizer must hold parameters of the model, got one of shape "
+                f"{tuple(parameter.shape)} that is none; pass the model and the optimizer that belong "
+                f"together"
+            )
+            raise ConfigError(msg)
+        yield names[parameter], parameter

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim import Optimizer
 
 from fsdp_core.collectives import MeshAxes
 from fsdp_core.dbuffer import DBuffer
@@ -649,6 +650,11 @@ def owner_of(parameter: Tensor) -> Owner | None:
     """Return which group a parameter belongs to; None for a foreign one."""
     owner: Owner | None = getattr(parameter, _OWNER, None)
     return owner
+
+
+def parameters_held(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer's groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def describe_state(parameter: Tensor, state: dict[str, Any]) -> None:

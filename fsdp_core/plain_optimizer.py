@@ -18,7 +18,13 @@ from torch.optim.optimizer import (
 
 from fsdp_core.errors import ConfigError, UnsupportedError
 from fsdp_core.module import complete_groups
-from fsdp_core.parameter_group import Owner, ParameterGroup, describe_state, owner_of
+from fsdp_core.parameter_group import (
+    Owner,
+    ParameterGroup,
+    describe_state,
+    owner_of,
+    parameters_held,
+)
 from fsdp_core.placement import is_sharded
 from fsdp_core.torch_private import optimizer_step_pre_hooks
 
@@ -72,11 +78,10 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _owned(optimizer: Optimizer) -> Iterator[tuple[Tensor, Owner, ParameterGroup]]:
     """Yield the parameters of living units that an optimizer holds."""
-    for param_group in optimizer.param_groups:
-        for parameter in param_group["params"]:
-            owner = owner_of(parameter)
-            if owner is not None and (group := owner.group()) is not None:
-                yield parameter, owner, group
+    for parameter in parameters_held(optimizer):
+        owner = owner_of(parameter)
+        if owner is not None and (group := owner.group()) is not None:
+            yield parameter, owner, group
 
 
 def _check_added(optimizer: Optimizer, groups: Collection[ParameterGroup]) -> None:
@@ -89,8 +94,7 @@ def _check_added(optimizer: Optimizer, groups: Collection[ParameterGroup]) -> No
         return
     strangers = dict.fromkeys(
         parameter
-        for param_group in optimizer.param_groups
-        for parameter in param_group["params"]
+        for parameter in parameters_held(optimizer)
         if parameter.grad is not None and owner_of(parameter) is None
     )
     if not strangers:
